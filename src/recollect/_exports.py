@@ -9,7 +9,8 @@ from recollect.naming import tag
 from recollect.options import noop_context_fn
 from recollect.planning.api import Frontier, fit, frontier, plan
 from recollect.planning.plan import Plan
-from recollect.planning.sizes.largest_batch import LargestBatch, largest_batch
+from recollect.planning.sizes.largest import LargestBatch
+from recollect.planning.sizes.largest_batch import largest_batch
 from recollect.policy.rules import CheckpointPolicy, Policy, SelectiveCheckpointContext
 from recollect.rerun.engine import GraphExecGroup
 from recollect.rerun.reentrant import (

@@ -21,6 +21,10 @@ _REASONS = {
 }
 
 
+#: Why there is no larger size.
+Limit = Literal["memory", "time", "most"]
+
+
 @dataclass(frozen=True)
 class SizePoint:
     """A size that was tried, or predicted.
@@ -53,7 +57,7 @@ class SizePoint:
         return self.size / self.seconds if self.seconds else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SizesReport:
     """The data of the table and the page of a search, in bytes and seconds."""
 
@@ -64,7 +68,7 @@ class SizesReport:
     plain_size: int
     time_per_sample: float
     plain_time_per_sample: float
-    limited_by: str
+    limited_by: Limit
     points: tuple[SizePoint, ...]
     time: float | None = None  #: the limit, as a multiple of plain's time per sample
 

@@ -19,7 +19,7 @@ import recollect
 from recollect.modules import OPTIONS
 from recollect.planning.recording.record import record_step
 from recollect.planning.recording.step import TrainingStep
-from recollect.planning.sizes import sized_steps
+from recollect.planning.sizes import forecast
 from tests._support import assert_identical, measure
 from tests.planning._models import (
     ConvNet,
@@ -49,7 +49,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def _fixed_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ops cost the same at every run: what is solved depends on it."""
-    planner_of = sized_steps.Planner.of
+    planner_of = forecast.Planner.of
 
     def fixed(*args: Any, record: Any = record_step, **options: Any) -> Any:
         return planner_of(
@@ -58,7 +58,7 @@ def _fixed_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
             **options,
         )
 
-    monkeypatch.setattr(sized_steps.Planner, "of", fixed)
+    monkeypatch.setattr(forecast.Planner, "of", fixed)
 
 
 def mlp() -> nn.Module:
@@ -195,7 +195,7 @@ def test_no_size_fits_without_a_plan() -> None:
     assert found.plain_size == 0
     assert found.size >= 1
     assert recollect.frontier(model, make_batch(found.size + 1), loss=squares).least > budget
-    assert "Without a plan no size fits" in recollect.report.page.sizes_page(found.report)
+    assert "Without a plan no size fits" in recollect.report.page.sizes_page(found)
 
 
 def test_sizes_end_at_most() -> None:

@@ -12,9 +12,8 @@ No step is run that is predicted to exceed the budget by more than a percent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 from recollect.errors import InfeasibleBudget
 from recollect.graph.simulate import simulate_plain
@@ -34,13 +33,15 @@ from recollect.planning.recording.step import is_out_of_memory
 from recollect.planning.sizes.forecast import (
     Forecast,
     GraphForecast,
+    SizedSteps,
     TrendForecast,
     find_largest,
     forecast_of,
 )
-from recollect.planning.sizes.sized_steps import SizedSteps
 from recollect.replay.named_schedule import NamedSchedule
-from recollect.report.sizes import SizePoint
+from recollect.report.page import HasPage, sizes_page
+from recollect.report.sizes import Limit, SizePoint, SizesReport, sizes_table
+from recollect.report.units import bytes_text, percent_text
 
 #: How many times as large as the last one the next recording is: before a prediction was right, and
 #: from then on; and how close one has to be for that.
@@ -58,22 +59,52 @@ _SOLVES = 6
 _PREDICTED = 8
 
 
-#: Why there is no larger size.
-Limit = Literal["memory", "time", "most"]
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LargestBatch(SizesReport, HasPage):
+    """The largest size for which a plan fits. ``str()`` of it is a table.
 
+    Made by `recollect.largest_batch`. Immutable. Peaks are in bytes, times in seconds.
 
-@dataclass(frozen=True)
-class Found:
-    """The outcome of a search."""
+    Attributes:
+        size: The largest size, the argument of ``make_batch``.
+        plan: The plan for it. The step was run under it, if it can run.
+        plain_size: The largest size that fits without a plan; 0 if none does.
+        budget: The highest peak that is allowed.
+        time: The limit on the time per sample, as a multiple of plain's; None if there is none.
+        time_per_sample: The time of a step under the plan, divided by ``size``.
+        plain_time_per_sample: The time of a plain step at ``plain_size``, divided by that. If no
+            size fits without a plan: at the smallest size, predicted if it could not be run.
+        points: The sizes that were tried, and some that were predicted, in ascending order.
+        limited_by: Why there is no larger one: ``"memory"``, ``"time"``, or ``"most"``, the bound
+            on sizes.
+        title: The class of the model.
+        device: The device, in words.
+    """
 
-    size: int
     plan: Plan
-    plain_size: int
-    #: Seconds for a sample: under the plan; plain, and the size at which that was measured.
-    time_per_sample: float
-    plain_time_per_sample: float
-    points: tuple[SizePoint, ...]
-    limited_by: Limit
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples per second of training under the plan."""
+        return 1 / self.time_per_sample
+
+    @property
+    def slowdown(self) -> float:
+        """The time per sample as a multiple of plain's."""
+        return self.time_per_sample / self.plain_time_per_sample
+
+    def __repr__(self) -> str:
+        return (
+            f"<LargestBatch of {self.plan.model}: size {self.size} in {bytes_text(self.budget)}, "
+            f"{self.plain_size} without a plan, {percent_text(self.slowdown)} of plain's time "
+            "per sample>"
+        )
+
+    def __str__(self) -> str:
+        return sizes_table(self)
+
+    def _page(self) -> str:
+        return sizes_page(self)
 
 
 @dataclass(frozen=True)
@@ -86,80 +117,65 @@ class _Confirmed:
     plain_per_sample: float
     is_fast: bool
 
-    @property
-    def per_sample(self) -> float:
-        return self.seconds / self.size
 
-
+@dataclass
 class LargestSearch:
-    """One search.
+    """One search."""
 
-    Args:
-        steps: The step at every size.
-        budget: The highest peak that is allowed.
-        time: How many times as long as plain a sample may take; None: as long as it likes.
-        unit: Sizes are multiples of it.
-        most: The largest size to consider.
-        progress: Called with what is being done.
-    """
+    steps: SizedSteps  #: at every size
+    budget: int  #: the highest peak that is allowed
+    time: float | None  #: how many times as long as plain a sample may take; None: any
+    unit: int  #: sizes are multiples of it
+    most: int  #: the largest size to consider
+    progress: Progress  #: called with what is being done
+    _offload: bool = False
+    #: By size: the recorded step; the least measured peak of a plan.
+    _profiles: dict[int, Profile] = field(default_factory=dict)
+    _leasts: dict[int, int] = field(default_factory=dict)
+    _points: dict[int, SizePoint] = field(default_factory=dict)
+    _plain_size: int = 0
+    _forecast: Forecast | None = None
+    #: By how much peaks and times were higher than predicted.
+    _excess: float = 1.0
+    _slowness: float = 1.0
+    #: Plain seconds for each sample: when its recording was timed, and when it was last timed.
+    _plain_per_sample: float = 0.0
+    _plain_now: float = 0.0
+    #: The sizes whose plans fit and take longer than allowed.
+    _slow: set[int] = field(default_factory=set)
+    #: The schedule for steps that are recorded without being run plain.
+    _by: NamedSchedule | None = None
 
-    def __init__(
-        self,
-        steps: SizedSteps,
-        budget: int,
-        time: float | None,
-        unit: int,
-        most: int,
-        progress: Progress,
-    ) -> None:
-        self._steps = steps
-        self._budget = budget
-        self._time = time
-        self._unit = unit
-        self._end = (most // unit + 1) * unit
-        self._progress = progress
-        self._offload = False
-        #: By size: the recorded step; the least measured peak of a plan.
-        self._profiles: dict[int, Profile] = {}
-        self._leasts: dict[int, int] = {}
-        self._points: dict[int, SizePoint] = {}
-        self._plain_size = 0
-        self._forecast: Forecast | None = None
-        #: By how much peaks and times were higher than predicted.
-        self._excess = 1.0
-        self._slowness = 1.0
-        #: Plain seconds for each sample: when its recording was timed, and when it was last timed.
-        self._plain_per_sample = 0.0
-        self._plain_now = 0.0
-        #: The sizes whose plans fit and take longer than allowed.
-        self._slow: set[int] = set()
-        #: The schedule for steps that are recorded without being run plain.
-        self._by: NamedSchedule | None = None
-
-    def run(self) -> Found:
+    def run(self) -> LargestBatch:
         """Find it."""
-        best = self._find_plain_size()
-        best = self._search(best)
-        if best is None:
-            best = self._confirm_plain()
+        best = self._search(self._find_plain_size()) or self._confirm_plain()
         self._add_predictions(best.size)
-        return Found(
+        return LargestBatch(
+            title=best.plan.model,
+            device=best.plan.report.device,
+            budget=self.budget,
+            time=self.time,
             size=best.size,
             plan=best.plan,
             plain_size=self._plain_size,
-            time_per_sample=best.per_sample,
+            time_per_sample=best.seconds / best.size,
             plain_time_per_sample=best.plain_per_sample,
             points=tuple(self._points[size] for size in sorted(self._points)),
             limited_by=self._reason(best.size),
         )
 
+    @property
+    def _end(self) -> int:
+        """The first size that is not considered."""
+        return (self.most // self.unit + 1) * self.unit
+
     def _reason(self, size: int) -> Limit:
-        after = size + self._unit
+        after = size + self.unit
         if after >= self._end:
             return "most"
         if after in self._slow:
             return "time"
-        fits = self._time is not None and self._forecasted().fastest(after, self._room) is not None
+        fits = self.time is not None and self._forecasted().fastest(after, self._room) is not None
         return "time" if fits else "memory"
 
     # --- without a plan ---------------------------------------------------------------------------
@@ -169,7 +185,7 @@ class LargestSearch:
 
         Returns the plan for the smallest size, if that needs one.
         """
-        low, high, size = 0, self._end, self._unit
+        low, high, size = 0, self._end, self.unit
         jump = _FIRST_JUMP
         while size > low:
             expected = None if len(self._profiles) < 2 else self._forecasted().plain_peak(size)
@@ -183,9 +199,9 @@ class LargestSearch:
                 high = size
             self._plain_size = low
             next_size = low if low == 0 else self._next_plain(low, high, jump)
-            if next_size == low and size == (low or self._unit):
+            if next_size == low and size == (low or self.unit):
                 # The last one: its batch is there, so all that is left to measure is measured now.
-                self._profiles[size] = self._with_costs(planner)
+                self._profiles[size] = replace(planner.trials.profile, graph=planner.graph)
                 if low == 0:
                     return self._first_plan(planner)
             del planner  # with its batch, before there is another one
@@ -193,7 +209,7 @@ class LargestSearch:
         return None
 
     def _record(self, size: int, record: Record = record_step) -> Planner:
-        planner = self._steps.planner(size, record)
+        planner = self.steps.planner(size, record)
         profile = planner.trials.profile
         self._profiles[size] = profile
         self._forecast = None
@@ -207,30 +223,26 @@ class LargestSearch:
     def _fits_plain(self, profile: Profile) -> bool:
         """Whether a step fits without a plan, and was run so where it can run."""
         was_run = profile.timing is not None or not profile.can_run
-        return was_run and profile.plain_peak <= self._budget
+        return was_run and profile.plain_peak <= self.budget
 
     def _next_plain(self, low: int, high: int, jump: int) -> int:
         """The size to record next, which is predicted to fit; ``low`` if there is none."""
         if len(self._profiles) == 1:
             larger = with_larger_batch(self._profiles[low].graph, 2)
-            if 2 * low < high and simulate_plain(larger).peak <= self._budget:
+            if 2 * low < high and simulate_plain(larger).peak <= self.budget:
                 return 2 * low
         if not isinstance(self._forecasted(), GraphForecast):
             self._record_unrun(low)
         forecast = self._forecasted()
-        limit = min(high, jump * max(self._profiles) + self._unit)
+        limit = min(high, jump * max(self._profiles) + self.unit)
         return find_largest(
-            lambda size: forecast.plain_peak(size) <= self._budget, low, limit, self._unit
+            lambda size: forecast.plain_peak(size) <= self.budget, low, limit, self.unit
         )
-
-    def _with_costs(self, planner: Planner) -> Profile:
-        """The profile of a planner, with what the engine costs."""
-        return replace(planner.trials.profile, graph=planner.graph)
 
     def _record_unrun(self, low: int) -> None:
         """Record steps without running them, to know how the step grows. They take no memory."""
         for number in range(1, _RECORDINGS):
-            size = low + number * self._unit
+            size = low + number * self.unit
             if len(self._profiles) >= _RECORDINGS or size >= self._end:
                 return
             if size not in self._profiles:
@@ -242,7 +254,7 @@ class LargestSearch:
     def _forecasted(self) -> Forecast:
         if self._forecast is None:
             self._forecast = forecast_of(
-                self._profiles, self._leasts, offload=self._offload, progress=self._progress
+                self._profiles, self._leasts, offload=self._offload, progress=self.progress
             )
         return self._forecast
 
@@ -250,9 +262,9 @@ class LargestSearch:
 
     def _first_plan(self, planner: Planner) -> _Confirmed:
         """The plan for the smallest size, which does not fit without one."""
-        size = self._unit
+        size = self.unit
         try:
-            plan = planner.plan_for(self._budget)
+            plan = planner.plan_for(self.budget)
         except InfeasibleBudget as error:
             why = str(error).removeprefix("budget: ").replace(SMALLER_BATCH, "")
             smaller = "" if size == 1 else ", or allow smaller sizes by a smaller multiple_of"
@@ -276,8 +288,8 @@ class LargestSearch:
             self._record_unrun(low)
         for _ in range(_CONFIRMATIONS):
             size = self._next_planned(low, high)
-            if size == low and self._may_fit(low + self._unit, high):
-                size = low + self._unit
+            if size == low and self._may_fit(low + self.unit, high):
+                size = low + self.unit
             if size == low:
                 break
             found = self._confirm(size)
@@ -290,14 +302,14 @@ class LargestSearch:
     def _next_planned(self, low: int, high: int) -> int:
         """The size to plan for next; ``low`` if there is none."""
         size = self._predict(low, high)
-        if self._time is None or (size > low and len(self._slow) < 2):
+        if self.time is None or (size > low and len(self._slow) < 2):
             return size
         # Predictions of time are rough, and no reason to stop: halve what memory leaves.
-        if high - low <= max(self._unit, int(_CLOSE_TIME * low)):
+        if high - low <= max(self.unit, int(_CLOSE_TIME * low)):
             return low
         fits = lambda size: self._forecasted().fastest(size, self._room) is not None  # noqa: E731
-        size = find_largest(fits, low, high, self._unit)
-        return low + -(-(size - low) // (2 * self._unit)) * self._unit
+        size = find_largest(fits, low, high, self.unit)
+        return low + -(-(size - low) // (2 * self.unit)) * self.unit
 
     def _may_fit(self, size: int, high: int) -> bool:
         """Whether a size exceeds the budget by so little that only a plan for it can tell."""
@@ -310,11 +322,11 @@ class LargestSearch:
         if isinstance(self._forecasted(), TrendForecast):
             self._learn_least(low)
             # A line is not to be trusted far from the points that it goes through.
-            high = min(high, _FIRST_JUMP * low + self._unit)
+            high = min(high, _FIRST_JUMP * low + self.unit)
         forecast, size = self._forecasted(), low
         for _ in range(_SOLVES):
-            size = find_largest(self._is_expected_to_fit, low, high, self._unit)
-            after = size + self._unit
+            size = find_largest(self._is_expected_to_fit, low, high, self.unit)
+            after = size + self.unit
             if not isinstance(forecast, GraphForecast) or after >= high:
                 break
             if forecast.is_solved(after):
@@ -325,20 +337,20 @@ class LargestSearch:
     @property
     def _room(self) -> int:
         """The budget for simulated peaks, so that measured ones stay within the real one."""
-        return int(self._budget / self._excess)
+        return int(self.budget / self._excess)
 
     def _is_expected_to_fit(self, size: int) -> bool:
         expected = self._forecasted().fastest(size, self._room)
-        if expected is None or self._time is None or expected.seconds is None:
+        if expected is None or self.time is None or expected.seconds is None:
             return expected is not None
-        return expected.seconds * self._slowness <= self._time * self._plain_per_sample * size
+        return expected.seconds * self._slowness <= self.time * self._plain_per_sample * size
 
     def _learn_least(self, size: int) -> None:
         """Find the least peak at a size that fits, and at half of it: a line needs both."""
-        half = max(self._unit, size // (2 * self._unit) * self._unit)
+        half = max(self.unit, size // (2 * self.unit) * self.unit)
         for each in (half, size):
             if self._plain_size and each not in self._leasts:
-                plan = self._steps.planner(each).least_plan(self._budget)
+                plan = self.steps.planner(each).least_plan(self.budget)
                 self._leasts[each] = plan.predicted_peak
                 self._by = plan.schedule
                 self._forecast = None
@@ -349,20 +361,20 @@ class LargestSearch:
         try:
             plan = self._plan_for(size)
         except InfeasibleBudget as error:
-            self._refuse(size, max(error.least, self._budget + 1))
+            self._refuse(size, max(error.least, self.budget + 1))
             return None
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self._refuse(size, self._budget + 1)
+            self._refuse(size, self.budget + 1)
             return None
         plain = self._plain_per_sample
         if self._plain_size and plan.measured_time is not None:
             # Again, and now: machines are not as fast at all times.
-            plain = self._steps.plain_seconds(self._plain_size) / self._plain_size
+            plain = self.steps.plain_seconds(self._plain_size) / self._plain_size
             self._plain_now = plain
         seconds = plan.measured_time or plan.predicted_time
-        is_fast = self._time is None or seconds <= self._time * plain * size
+        is_fast = self.time is None or seconds <= self.time * plain * size
         if expected is not None and expected.seconds:
             self._slowness = seconds / expected.seconds * self._plain_per_sample / plain
         if not is_fast:
@@ -375,21 +387,21 @@ class LargestSearch:
         if isinstance(forecast, GraphForecast):
             profile = forecast.profile_at(size)
             # It is known not to fit without a plan.
-            profile = replace(profile, plain_peak=max(profile.plain_peak, self._budget + 1))
-            planner = self._steps.planner(size, lambda *_: profile)
+            profile = replace(profile, plain_peak=max(profile.plain_peak, self.budget + 1))
+            planner = self.steps.planner(size, lambda *_: profile)
             planner.solver = forecast.solver(size)
             try:
-                plan = planner.plan_for(self._budget)
+                plan = planner.plan_for(self.budget)
             except InfeasibleBudget:
                 if not planner.trials.has_differed:
                     raise
-                plan = planner.least_plan(self._budget)
+                plan = planner.least_plan(self.budget)
             if not planner.trials.has_differed:
                 return plan
             self._by = plan.schedule  # it runs other ops than were predicted
             del planner
         planner = self._record(size, partial(record_under, by=self._by))
-        plan = planner.plan_for(self._budget)
+        plan = planner.plan_for(self.budget)
         self._leasts[size] = min(planner.least_budget(), plan.predicted_peak)
         self._by = plan.least
         return plan
@@ -406,7 +418,7 @@ class LargestSearch:
     def _confirm_plain(self) -> _Confirmed:
         """The plan for the largest size that fits without one, which keeps everything."""
         size = self._plain_size
-        plan = self._steps.planner(size).plan_for(self._budget)
+        plan = self.steps.planner(size).plan_for(self.budget)
         seconds = plan.measured_time or plan.predicted_time
         return self._noted(size, plan, seconds / size, is_fast=True)
 
@@ -421,12 +433,12 @@ class LargestSearch:
 
     def _add_predictions(self, size: int) -> None:
         """Add sizes that were not run: some without a plan, and the first that does not fit."""
-        forecast, after = self._forecasted(), size + self._unit
-        span = (size - self._plain_size) // self._unit
+        forecast, after = self._forecasted(), size + self.unit
+        span = (size - self._plain_size) // self.unit
         pace = self._slowness * self._plain_now / (self._plain_per_sample or 1.0)
         steps = {n * span // _PREDICTED for n in range(1, _PREDICTED)}
         is_known = span > 1 and isinstance(forecast, GraphForecast)
-        sizes = {self._plain_size + n * self._unit for n in steps if is_known}
+        sizes = {self._plain_size + n * self.unit for n in steps if is_known}
         for each in sorted(sizes | {after}):
             if each in self._points or each >= self._end or each <= self._plain_size:
                 continue

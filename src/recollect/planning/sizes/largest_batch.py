@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -14,80 +13,14 @@ from torch.optim import Optimizer
 from recollect._torch.fsdp import is_shared
 from recollect.checks.place import hide_own_frames
 from recollect.planning.budget import check_budget, is_fraction, resolve_budget
-from recollect.planning.plan import Plan
 from recollect.planning.prepare import Offload, Request, check_unplanned
 from recollect.planning.progress import Progress, reporter
 from recollect.planning.recording.step import Loss, device_of
-from recollect.planning.sizes.largest import LargestSearch, Limit
-from recollect.planning.sizes.sized_steps import SizedSteps
-from recollect.report.page import HasPage, sizes_page
-from recollect.report.sizes import SizePoint, SizesReport, sizes_table
-from recollect.report.units import bytes_text, percent_text
+from recollect.planning.sizes.forecast import SizedSteps
+from recollect.planning.sizes.largest import LargestBatch, LargestSearch
 
 #: The largest size that is considered: if memory does not grow, the search has to end somewhere.
 MOST = 2**20
-
-
-@dataclass(frozen=True, repr=False)
-class LargestBatch(HasPage):
-    """The largest size for which a plan fits. ``str()`` of it is a table.
-
-    Made by `recollect.largest_batch`. Immutable. Peaks are in bytes, times in seconds.
-
-    Attributes:
-        size: The largest size, the argument of ``make_batch``.
-        plan: The plan for it. The step was run under it, if it can run.
-        plain_size: The largest size that fits without a plan; 0 if none does.
-        budget: The highest peak that is allowed.
-        time: The limit on the time per sample, as a multiple of plain's; None if there is none.
-        time_per_sample: The time of a step under the plan, divided by ``size``.
-        plain_time_per_sample: The time of a plain step at ``plain_size``, divided by that. If no
-            size fits without a plan: at the smallest size, predicted if it could not be run.
-        points: The sizes that were tried, and some that were predicted, in ascending order.
-        limited_by: Why there is no larger one: ``"memory"``, ``"time"``, or ``"most"``, the bound
-            on sizes.
-        device: The device, in words.
-    """
-
-    size: int
-    plan: Plan
-    plain_size: int
-    budget: int
-    time: float | None
-    time_per_sample: float
-    plain_time_per_sample: float
-    points: tuple[SizePoint, ...]
-    limited_by: Limit
-    device: str
-
-    @property
-    def samples_per_second(self) -> float:
-        """Samples per second of training under the plan."""
-        return 1 / self.time_per_sample
-
-    @property
-    def slowdown(self) -> float:
-        """The time per sample as a multiple of plain's."""
-        return self.time_per_sample / self.plain_time_per_sample
-
-    @property
-    def report(self) -> SizesReport:
-        """The contents of the table and of the page."""
-        names = {field.name for field in fields(SizesReport)} - {"title"}
-        return SizesReport(title=self.plan.model, **{name: getattr(self, name) for name in names})
-
-    def __repr__(self) -> str:
-        return (
-            f"<LargestBatch of {self.plan.model}: size {self.size} in {bytes_text(self.budget)}, "
-            f"{self.plain_size} without a plan, {percent_text(self.slowdown)} of plain's time "
-            "per sample>"
-        )
-
-    def __str__(self) -> str:
-        return sizes_table(self.report)
-
-    def _page(self) -> str:
-        return sizes_page(self.report)
 
 
 def largest_batch(
@@ -160,22 +93,10 @@ def largest_batch(
         )
     limit = resolve_budget(budget, 0, device_of(model))
     try:
-        found = LargestSearch(steps, limit, time, int(multiple_of), int(most), report).run()
+        return LargestSearch(steps, limit, time, int(multiple_of), int(most), report).run()
     except Exception as error:
         hide_own_frames(error)
         raise
-    return LargestBatch(
-        size=found.size,
-        plan=found.plan,
-        plain_size=found.plain_size,
-        budget=limit,
-        time=time,
-        time_per_sample=found.time_per_sample,
-        plain_time_per_sample=found.plain_time_per_sample,
-        points=found.points,
-        limited_by=found.limited_by,
-        device=found.plan.report.device,
-    )
 
 
 def check_bytes(budget: Any) -> None:
