@@ -8,6 +8,7 @@ import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import Any, NoReturn, TypeVar
 from recollect._version import __version__
 
 _T = TypeVar("_T")
-#: Adds a command: its name, what it does, more help, and the parsers of options that it shares.
-_Add = Callable[..., ArgumentParser]
+#: Adds an option to the parser of a command.
+_Add = Callable[[ArgumentParser], Any]
 #: Has the checks of `largest`.
 _SIZES = "sizes.largest_batch"
 
@@ -151,126 +152,116 @@ def make_parser() -> ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"recollect {__version__}")
     several: Any = main_parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-
-    def add(name: str, what: str, more: str = "", *parents: ArgumentParser) -> ArgumentParser:
+    for name, (what, more, options) in _commands().items():
         about = f"{what[0].upper()}{what[1:]}."
-        parser: ArgumentParser = several.add_parser(
-            name, help=what, description=about, epilog=more, parents=parents
-        )
-        return parser
-
-    page, output = _page_options(), _output_options()
-    _add_planning_commands(add, page, output)
-    _add_other_commands(add, page, output)
+        parser = several.add_parser(name, help=what, description=about, epilog=more)
+        for add in options:
+            add(parser)
     return main_parser
 
 
-def _add_planning_commands(add: _Add, page: ArgumentParser, output: ArgumentParser) -> None:
-    step = _step_options()
-    parser = add("plan", "plan a training step for a memory budget", _PLAN, step, page, output)
-    budgets = "such as 12GiB, 8GB, 50%% or auto"
-    parser.add_argument(
-        "--budget", type=_checked(str, "budget", "check_budget"), required=True, help=budgets
+# --- the commands and their options ---------------------------------------------------------------
+
+
+def _commands() -> dict[str, tuple[str, str, list[_Add]]]:
+    """By name: what a command does, more help, and its options."""
+    target = _option("target", metavar="MODULE:FUNCTION", help="such as train.py:build")
+    budget = partial(_option, "--budget", required=True)
+    save = partial(_option, "--save", type=_output, metavar="FILE")
+    save_plan = save(help="write the plan, for recollect.Plan.load")
+    page = _option("--html", type=_output, metavar="FILE", help="write a page to open in a browser")
+    shown, step = [page, _add_output], [target, *_planning(), _add_config, _optimizer()]
+    of_step = budget(
+        type=_checked(str, "budget", "check_budget"), help="such as 12GiB, 8GB, 50%% or auto"
     )
-    _add_save(parser, "write the plan, for recollect.Plan.load")
-
-    what = "show every trade-off of memory for time"
-    parser = add("frontier", what, _FRONTIER, step, page, output)
-    _add_save(parser, "write the points, as --json prints them")
-
-    what = "find the largest batch that a plan fits into a budget"
-    parser = add("largest", what, _LARGEST, _planning_options(), page, output)
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="such as train.py:build")
-    _add_largest_options(parser)
-
-
-def _add_other_commands(add: _Add, page: ArgumentParser, output: ArgumentParser) -> None:
-    what = "show what a forward holds and why, or what a saved plan does"
-    parser = add("explain", what, _EXPLAIN, _made_options(), page, output)
-    examples = "such as train.py:build or plan.json"
-    parser.add_argument("target", metavar="MODULE:FUNCTION|PLAN.json", help=examples)
-
-    parser = add("compare", "show two saved plans side by side", _COMPARE, page, output)
-    parser.add_argument("first", metavar="A.json", help="a plan that `plan --save` wrote")
-    parser.add_argument("second", metavar="B.json", help="another one")
-
-    what = "train a small transformer within three budgets, and compare"
-    parser = add("demo", what, "", page)
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps, 10 by default")
-
-    add("doctor", "check that recollect works on this machine")
-
-
-# --- groups of options ----------------------------------------------------------------------------
-
-
-def _add_save(parser: ArgumentParser, what: str) -> None:
-    parser.add_argument("--save", type=_output, metavar="FILE", help=what)
-
-
-def _add_largest_options(parser: ArgumentParser) -> None:
-    budgets = "such as 12GiB, 8GB or auto"
-    parser.add_argument(
-        "--budget", type=_checked(str, _SIZES, "check_bytes"), required=True, help=budgets
-    )
-    what = "how many times plain's time a sample may take, such as 1.2"
-    time = _checked(float, _SIZES, "check_time")
-    parser.add_argument("--time", type=time, metavar="TIMES", help=what)
-    count = _checked(int, _SIZES, "check_count")
-    what = "consider only multiples of it"
-    parser.add_argument("--multiple-of", type=count, default=1, metavar="N", help=what)
-    what = "the largest size to consider"
-    parser.add_argument("--most", type=count, metavar="N", help=what)
-    _add_save(parser, "write the plan, for recollect.Plan.load")
+    of_sizes = budget(type=_checked(str, _SIZES, "check_bytes"), help="such as 12GiB, 8GB or auto")
+    either = "such as train.py:build or plan.json"
+    explained = _option("target", metavar="MODULE:FUNCTION|PLAN.json", help=either)
+    return {
+        "plan": (
+            "plan a training step for a memory budget",
+            _PLAN,
+            [*step, of_step, save_plan, *shown],
+        ),
+        "frontier": (
+            "show every trade-off of memory for time",
+            _FRONTIER,
+            [*step, save(help="write the points, as --json prints them"), *shown],
+        ),
+        "largest": (
+            "find the largest batch that a plan fits into a budget",
+            _LARGEST,
+            [target, of_sizes, *_sizes(), *_planning(), save_plan, *shown],
+        ),
+        "explain": (
+            "show what a forward holds and why, or what a saved plan does",
+            _EXPLAIN,
+            [explained, _add_config, _optimizer(), *shown],
+        ),
+        "compare": (
+            "show two saved plans side by side",
+            _COMPARE,
+            [
+                _option("first", metavar="A.json", help="a plan that `plan --save` wrote"),
+                _option("second", metavar="B.json", help="another one"),
+                *shown,
+            ],
+        ),
+        "demo": (
+            "train a small transformer within three budgets, and compare",
+            "",
+            [_option("--steps", type=int, metavar="N", help="training steps, 10 by default"), page],
+        ),
+        "doctor": ("check that recollect works on this machine", "", []),
+    }
 
 
-def _page_options() -> ArgumentParser:
-    parser = ArgumentParser(add_help=False)
-    what = "write a page to open in a browser"
-    parser.add_argument("--html", type=_output, metavar="FILE", help=what)
-    return parser
+def _option(*names: str, **how: Any) -> _Add:
+    return lambda parser: parser.add_argument(*names, **how)
 
 
-def _output_options() -> ArgumentParser:
-    parser = ArgumentParser(add_help=False)
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    either.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    return parser
-
-
-def _planning_options() -> ArgumentParser:
+def _planning() -> list[_Add]:
     """The options of commands that plan a training step."""
-    parser = ArgumentParser(add_help=False)
-    what = "offload nothing to the host"
-    parser.add_argument("--no-offload", action="store_true", help=what)
-    what = (
+    frees = (
         "the training loop frees the model's output before backward, as the Trainer of "
         "transformers does: holds_output=False"
     )
-    parser.add_argument("--frees-output", action="store_true", help=what)
-    return parser
+    return [
+        _option("--no-offload", action="store_true", help="offload nothing to the host"),
+        _option("--frees-output", action="store_true", help=frees),
+    ]
 
 
-def _step_options() -> ArgumentParser:
-    parser = ArgumentParser(add_help=False, parents=[_planning_options(), _made_options()])
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="such as train.py:build")
-    return parser
+def _sizes() -> list[_Add]:
+    count, time = _checked(int, _SIZES, "check_count"), _checked(float, _SIZES, "check_time")
+    what = "how many times plain's time a sample may take, such as 1.2"
+    multiples = "consider only multiples of it"
+    return [
+        _option("--time", type=time, metavar="TIMES", help=what),
+        _option("--multiple-of", type=count, default=1, metavar="N", help=multiples),
+        _option("--most", type=count, metavar="N", help="the largest size to consider"),
+    ]
 
 
-def _made_options() -> ArgumentParser:
+def _optimizer() -> _Add:
+    what = "a class of torch.optim whose state counts, such as AdamW"
+    return _option("--optimizer", metavar="NAME", help=what)
+
+
+def _add_output(parser: ArgumentParser) -> None:
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    either.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+
+def _add_config(parser: ArgumentParser) -> None:
     """What makes a model of transformers from its config."""
-    parser = ArgumentParser(add_help=False)
     group = parser.add_argument_group("for transformers:SomeConfig")
     what = "a value of the config, such as hidden_size=2048; may be repeated"
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=what)
     what = "sequences and their length, such as 8x2048"
     group.add_argument("--batch", type=_shape, metavar="NxLENGTH", help=what)
-    what = "of the parameters, such as bfloat16"
-    group.add_argument("--dtype", metavar="DTYPE", help=what)
-    what = "a class of torch.optim whose state counts, such as AdamW"
-    parser.add_argument("--optimizer", metavar="NAME", help=what)
-    return parser
+    group.add_argument("--dtype", metavar="DTYPE", help="of the parameters, such as bfloat16")
 
 
 # --- values ---------------------------------------------------------------------------------------
