@@ -14,7 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -38,7 +38,7 @@ from recollect.planning.describe import (
 from recollect.planning.loop.live import LiveStep
 from recollect.planning.loop.planned_step import SeenForward, with_larger_batch
 from recollect.planning.plan import Plan
-from recollect.planning.prepare import Prepared, Request, prepare
+from recollect.planning.prepare import Request, prepare
 from recollect.planning.progress import Progress, silent
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.record import Profile, record_step
@@ -119,29 +119,12 @@ class Planner:
 
     @classmethod
     def of(
-        cls,
-        request: Request,
-        progress: Progress = silent,
-        *,
-        record: Record = record_step,
+        cls, request: Request, progress: Progress = silent, *, record: Record = record_step
     ) -> Planner:
         """A planner for the step of a request, which is recorded by ``record``."""
-        prepared = prepare(request)
+        step, link, state, signature = prepare(request)
         progress("recording a step", 0.0)
-        profile = record(prepared.step, prepared.link)
-        return cls.of_recorded(prepared, profile, progress)
-
-    @classmethod
-    def of_recorded(
-        cls,
-        prepared: Prepared,
-        profile: Profile,
-        progress: Progress = silent,
-        bench: Bench | None = None,
-    ) -> Planner:
-        """A planner for a step that was recorded. ``bench``: what runs it; by default alone."""
-        state, signature = prepared.state, prepared.signature
-        return cls(prepared.step, profile, state, signature, progress=progress, bench=bench)
+        return cls(step, record(step, link), state, signature, progress=progress)
 
     @classmethod
     def of_traced(
@@ -181,11 +164,8 @@ class Planner:
     def solver(self) -> Solver:
         """Finds schedules."""
         self._progress("solving", 0.0)
-        return Solver(
-            self.graph,
-            offload=self._offload,
-            progress=lambda done: self._progress("solving", done),
-        )
+        progress = partial(self._progress, "solving")
+        return Solver(self.graph, offload=self._offload, progress=progress)
 
     # --- the schedule for a budget ----------------------------------------------------------------
 
@@ -350,8 +330,10 @@ class Planner:
         self, budget: int, candidate: Candidate, outcome: Outcome, figures: dict[str, Any]
     ) -> PlanReport:
         chosen = Point("this plan", candidate.peak, outcome.seconds, "chosen")
+        is_plain = self._is_plain(budget, candidate)
+        shown = self.trials.plain_schedule if is_plain else candidate.schedule
         return replace(
-            make_report(self.trials, self._shown(budget, candidate), outcome, figures),
+            make_report(self.trials, shown, outcome, figures),
             rows=list_rows(self.graph, candidate.schedule),
             points=(*self.points(), *candidate.baselines, chosen),
             parts=list_parts(outcome, candidate.peak, self.step.gradient_bytes),
@@ -361,11 +343,6 @@ class Planner:
     def _compiled_step(self, budget: int, candidate: Candidate) -> CompiledStep | None:
         """What is saved of the graphs of a compiled model."""
         return None
-
-    def _shown(self, budget: int, candidate: Candidate) -> Schedule | None:
-        """The schedule of the picture; None: everything is kept."""
-        plain = self.trials.plain_schedule
-        return plain if self._is_plain(budget, candidate) else candidate.schedule
 
     def _is_plain(self, budget: int, candidate: Candidate) -> bool:
         return budget >= self.plain_peak or candidate == self._plain_candidate()
@@ -461,13 +438,12 @@ class Planner:
 
     def frontier_report(self) -> PlanReport:
         """The report of the frontier."""
-        least = min(self._frontier(), key=lambda each: (each.outcome.peak, each.outcome.seconds))
-        schedule = least.schedule
-        outcome = simulate(self.graph, schedule, curve=True)
+        least, *_ = self._frontier()
+        outcome = simulate(self.graph, least.schedule, curve=True)
         outcome = replace(outcome, seconds=least.outcome.seconds)
         figures = self._figures(None, outcome.peak, outcome.seconds)
         note = "Without a budget: the curves are plain, and the plan of the lowest peak."
-        report = make_report(self.trials, schedule, outcome, figures)
+        report = make_report(self.trials, least.schedule, outcome, figures)
         return replace(report, points=tuple(self.points()), notes=(note,))
 
 

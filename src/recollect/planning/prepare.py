@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -36,8 +36,7 @@ class Request:
     holds_output: bool = True
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """A step that can be recorded, with the state of its model and the signature of its batch."""
 
     step: TrainingStep

@@ -62,7 +62,8 @@ def make_plan(request: Request, budget: float | str, progress: Progress = silent
             return follow(team, Follower(prepared.step, local, profile.plain_peak))
         leader = Leader(prepared.step, profile.made, team)
         profile = replace(profile, plain_peak=leader.largest_plain_peak(profile.plain_peak))
-        planner = Planner.of_recorded(prepared, profile, progress, leader)
+        step, _, state, signature = prepared
+        planner = Planner(step, profile, state, signature, progress=progress, bench=leader)
         plan = _only_plan(planner, budget)
         return leader.finish(plan)
 
