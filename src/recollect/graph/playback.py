@@ -214,7 +214,10 @@ class Playback:
             elif kind == FREE:
                 self._free(number)
             elif kind == OP:
-                self._end_op(number)
+                if number in self.offloads:
+                    self._send(self.offloads[number])
+                if self.leaving and self._can_arrive_after(number):
+                    self._let_arrive(number)
             else:
                 self._begin_backward()
         self._begin_phase(self.phase)
@@ -351,13 +354,6 @@ class Playback:
 
     # --- the host ---------------------------------------------------------------------------------
 
-    def _end_op(self, number: int) -> None:
-        """An op of forward has run."""
-        if number in self.offloads:
-            self._send(self.offloads[number])
-        if self.leaving and self._can_arrive_after(number):
-            self._let_arrive(number)
-
     def _send(self, numbers: Iterable[int]) -> None:
         link = self.link
         assert link is not None
@@ -402,19 +398,13 @@ class Playback:
 
     def _begin_fetching(self) -> None:
         """Start to fetch ahead."""
-        if self.has_begun:
+        if self.has_begun or not self.offloads:
             return
         self.has_begun = True
-        if not self.offloads:
-            return
-        self.wanted = deque(self._fetch_order())
+        # In the reverse of the order in which they were offloaded.
+        order = sorted(self.offloads, reverse=True)
+        self.wanted = deque(value for op in order for value in self.offloads[op][::-1])
         self._fetch_ahead()
-
-    def _fetch_order(self) -> list[int]:
-        """The offloaded values, in the reverse of the order in which they were offloaded."""
-        return [
-            value for op in sorted(self.offloads, reverse=True) for value in self.offloads[op][::-1]
-        ]
 
     def _fetch_ahead(self) -> None:
         while self.wanted:

@@ -122,7 +122,12 @@ class _PriceSearch:
         best = 0.0
         for _ in range(self._rounds):
             cut = self._relaxation.solve(self._prices, self._offload_price)
-            best = max(best, cut.cost - self._worth(link_bytes))
+            # Less the worth of the budget and the link at the prices.
+            rooms = [self._prices[n] * (self._budget - self._least[n]) for n in self._events]
+            worth = sum(rooms)
+            if self._offload_price:
+                worth += self._offload_price * link_bytes
+            best = max(best, cut.cost - worth)
             self._found.append(cut)
             reached = self._mix(link_bytes)
             while self._add_event():
@@ -130,11 +135,6 @@ class _PriceSearch:
             if reached - best <= _CLOSE * self._plain:
                 break
         return best if best <= self._relaxation.most * (1 + _EXCESS) else math.inf
-
-    def _worth(self, link_bytes: float) -> float:
-        """The worth of the budget and the link at the prices."""
-        rest = sum([self._prices[n] * (self._budget - self._least[n]) for n in self._events])
-        return rest + self._offload_price * link_bytes if self._offload_price else rest
 
     def _mix(self, link_bytes: float) -> float:
         """Find the cheapest mixture, its weights and its prices; return its cost."""

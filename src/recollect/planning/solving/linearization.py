@@ -130,13 +130,12 @@ class Linearization:
                         alive[value] = last
             if place in wanted:
                 alive = {value: last for value, last in alive.items() if last >= place}
-                self._crossings[place] = self._crossing(place, tuple(sorted(alive)))
-
-    def _crossing(self, place: int, values: tuple[int, ...]) -> Crossing:
-        saved = frozenset(value for value in values if self.last_saved[value] >= place)
-        kept, unkeepable = self._available(values)
-        saved_kept, _ = self._available(tuple(sorted(saved)))
-        return Crossing(values, saved, kept, saved_kept, unkeepable)
+                values = tuple(sorted(alive))
+                saved = frozenset(value for value in values if self.last_saved[value] >= place)
+                kept, unkeepable = self._available(values)
+                saved_kept, _ = self._available(tuple(sorted(saved)))
+                crossing = Crossing(values, saved, kept, saved_kept, unkeepable)
+                self._crossings[place] = crossing
 
     def _available(self, values: tuple[int, ...]) -> tuple[frozenset[int], tuple[int, ...]]:
         """The ops to keep for values to be available, and those to recompute for that."""
@@ -162,7 +161,8 @@ class Linearization:
         fine = [
             place for place in fine if len(self._crossings[place].unkeepable) <= _MOST_UNKEEPABLE
         ]
-        orderly = [place for place in fine if self._is_orderly(place)]
+        # Where backward of the ops behind is over before that of the ops before begins.
+        orderly = [n for n in fine if self.busy_until[n] < self.backward_begins[n]]
         fine = orderly if 4 * len(orderly) >= len(fine) else fine
         good = self._valleys(fine) if count > _FEW else fine
         while len(good) > most:
@@ -170,10 +170,6 @@ class Linearization:
             is_enough = len(fewer) < len(good) and self._is_even(fewer)
             good = fewer if is_enough else good[:: -(-len(good) // most)]
         return [0, *good, count], [0, *fine, count]
-
-    def _is_orderly(self, place: int) -> bool:
-        """Whether backward of the ops behind is over before that of the ops before begins."""
-        return self.busy_until[place] < self.backward_begins[place]
 
     def _is_even(self, places: list[int]) -> bool:
         """Whether no segment is much longer than others: it would take long to solve."""

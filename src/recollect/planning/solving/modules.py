@@ -11,12 +11,12 @@ reaches it last, when little else is in memory. The simulator says how many choi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 
-from recollect.graph.graph import Graph, Schedule, Value
+from recollect.graph.graph import Graph, Schedule
 from recollect.planning.solving.pool import Pool, Solution
 
 #: A module with more than this part of all saved bytes is no use: backward needs it all at once.
@@ -60,7 +60,8 @@ def find_units(graph: Graph, paths: Collection[str]) -> list[ModuleCandidate]:
             if path in paths:
                 inside.setdefault(path, []).append(number)
     freed = _freed(graph, inside)
-    most = _TOO_LARGE * sum({v.storage: v.nbytes for v in _saved_values(graph)}.values())
+    saved = (graph.values[each.value] for each in graph.saved)
+    most = _TOO_LARGE * sum({value.storage: value.nbytes for value in saved}.values())
     found = [
         ModuleCandidate(
             path, numbers[0], len(numbers), freed[path], sum(ops[n].seconds for n in numbers)
@@ -71,14 +72,14 @@ def find_units(graph: Graph, paths: Collection[str]) -> list[ModuleCandidate]:
     return sorted(found, key=lambda unit: (unit.first, -unit.count))
 
 
-def _saved_values(graph: Graph) -> list[Value]:
-    return [graph.values[saved.value] for saved in graph.saved]
-
-
 def _freed(graph: Graph, inside: Iterable[str]) -> dict[str, int]:
     """By module: the bytes of the saved tensors that its ops make and only its ops read."""
     freed = dict.fromkeys(inside, 0)
-    readers = _readers(graph)
+    #: By value: the modules whose ops read it.
+    readers: dict[int, set[str]] = {}
+    for op in graph.ops:
+        for read in op.reads:
+            readers.setdefault(read, set()).add(op.path)
     seen: set[int] = set()
     for saved in graph.saved:
         value = graph.values[saved.value]
@@ -92,15 +93,6 @@ def _freed(graph: Graph, inside: Iterable[str]) -> dict[str, int]:
             if path in freed:
                 freed[path] += value.nbytes
     return freed
-
-
-def _readers(graph: Graph) -> dict[int, set[str]]:
-    """By value: the modules whose ops read it."""
-    found: dict[int, set[str]] = {}
-    for op in graph.ops:
-        for value in op.reads:
-            found.setdefault(value, set()).add(op.path)
-    return found
 
 
 def block_paths(graph: Graph, paths: Collection[str]) -> tuple[str, ...]:
@@ -141,7 +133,10 @@ class ModuleSolver:
 
     def __init__(self, graph: Graph, units: Iterable[ModuleCandidate]) -> None:
         self._graph = graph
-        self._engines = _cheapest(graph.module_costs)
+        #: By module: the engine that costs least.
+        self._engines: dict[str, str] = {}
+        for path, engine in sorted(graph.module_costs, key=graph.module_costs.__getitem__):
+            self._engines.setdefault(path, engine)
         self._units = {unit.path: unit for unit in units if unit.path in self._engines}
         self._pool = Pool(graph)
 
@@ -155,27 +150,24 @@ class ModuleSolver:
             else:
                 low = middle + 1
         if low < len(self._choices):
-            self._spare(self._choices[low], budget)
+            paths = self._choices[low]
+            # Some may not be needed for it: leave them out, the most costly first.
+            for path in sorted(paths, key=self._cost, reverse=True)[:_SPARED]:
+                fewer = tuple(each for each in paths if each != path)
+                if fewer and self._try(fewer) <= budget:
+                    paths = fewer
         return self._pool.under(budget)
 
     def frontier(self) -> list[Solution]:
         """Solutions that no other is better than: ascending peaks, descending seconds."""
         last = len(self._choices) - 1
         for number in sorted({round(last * n / (_SAMPLES - 1)) for n in range(_SAMPLES)}):
-            if number >= 0:
-                self._try(self._choices[number])
+            self._try(self._choices[number])
         return self._pool.frontier()
 
     def _try(self, paths: Iterable[str]) -> int:
         modules = [(path, self._engines[path]) for path in paths]
         return self._pool.evaluate(module_schedule(self._graph, modules)).peak
-
-    def _spare(self, paths: tuple[str, ...], budget: int) -> None:
-        """Leave out modules that the budget does not need, the most costly first."""
-        for path in sorted(paths, key=self._cost, reverse=True)[:_SPARED]:
-            fewer = tuple(each for each in paths if each != path)
-            if fewer and self._try(fewer) <= budget:
-                paths = fewer
 
     def _cost(self, path: str) -> float:
         return self._graph.module_costs[path, self._engines[path]]
@@ -232,12 +224,3 @@ class ModuleSolver:
         rates = [self._cost(path) / unit.freed for path, unit in self._units.items()]
         too_many = max(0, plain.peak - budget)
         return self._graph.plain_seconds + (1 - _ROUNDING) * too_many * min(rates, default=0.0)
-
-
-def _cheapest(costs: Mapping[tuple[str, str], float]) -> dict[str, str]:
-    """By module: the engine that costs least."""
-    found: dict[str, str] = {}
-    for (path, engine), cost in costs.items():
-        if path not in found or cost < costs[path, found[path]]:
-            found[path] = engine
-    return found

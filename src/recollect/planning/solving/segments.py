@@ -83,6 +83,7 @@ class _Segment:
 
     def _graph(self) -> Graph:
         line, whole = self.line, self.line.graph
+        held_from = max(self.span[0], whole.turn)
         numbers: dict[int, int] = {}
         storages: list[Storage] = []
         values: list[Value] = []
@@ -91,7 +92,8 @@ class _Segment:
             op = self.number[old.op]
             if old.storage not in numbers:
                 numbers[old.storage] = len(storages)
-                size = 0 if self._is_held_anyway(old.storage) else old.nbytes
+                is_held_anyway = whole.storages[old.storage].dies >= held_from
+                size = 0 if is_held_anyway else old.nbytes
                 storages.append(Storage(size, op, op))
             values.append(Value(old.nbytes, op, numbers[old.storage]))
         inner = [
@@ -115,9 +117,6 @@ class _Segment:
             turn=len(forward),
             rerun_cost=whole.rerun_cost,
         )
-
-    def _is_held_anyway(self, storage: int) -> bool:
-        return self.line.graph.storages[storage].dies >= max(self.span[0], self.line.graph.turn)
 
     def _op(self, number: int) -> Op:
         op, local = self.line.graph.ops[number], self.local
@@ -347,7 +346,7 @@ def _describe(line: Linearization, first: int, last: int) -> object:
     before, after = line.crossing(first), line.crossing(last)
     names: dict[int, object] = {value: -1 - n for n, value in enumerate(before.values)}
     rows: list[object] = []
-    start = line.backward_begins[last]
+    start = max(line.backward_begins[last], graph.turn)
     for place in range(first, last):
         op = graph.ops[line.ops[place]]
         for value in graph.results[line.ops[place]]:
@@ -362,7 +361,10 @@ def _describe(line: Linearization, first: int, last: int) -> object:
                 line.ops[place] in line.always_kept,
                 tuple(names.get(read) for read in op.reads),
                 tuple(names.get(old) if old is not None else None for old, _ in op.writes),
-                tuple(_describe_value(line, v, start) for v in graph.results[line.ops[place]]),
+                tuple(
+                    (graph.values[v].nbytes, graph.storages[graph.values[v].storage].dies >= start)
+                    for v in graph.results[line.ops[place]]
+                ),
                 tuple(names.get(graph.saved[n].value) for n in line.saved_by[place]),
             )
         )
@@ -371,12 +373,6 @@ def _describe(line: Linearization, first: int, last: int) -> object:
         tuple((names[v], v in after.saved) for v in after.values),
     )
     return (tuple(rows), edges, _describe_backward(line, first, last))
-
-
-def _describe_value(line: Linearization, value: int, start: int) -> object:
-    graph = line.graph
-    each = graph.values[value]
-    return each.nbytes, graph.storages[each.storage].dies >= max(start, graph.turn)
 
 
 def _describe_backward(line: Linearization, first: int, last: int) -> object:

@@ -146,19 +146,18 @@ class Solver:
         affordable = (2 * _WORK if work <= _SMALL_STEP else _WORK) // work
         tries = min(_TRIES, affordable, _TRIES_PER_CHOICE * len(choices))
         if 2 ** len(choices) <= tries:
-            _try_all(pool, graph.choices)
+            for count in range(len(choices)):
+                for kept in combinations(graph.choices, count):
+                    pool.try_out(Schedule(frozenset(kept)))
         elif choices:
-            self._explore(pool, choices, tries, self._samples(work))
+            fewest, most = _SAMPLES
+            affordable = (_ROUGHLY_SAMPLED_WORK if self._is_rough else _SAMPLED_WORK) // work
+            self._explore(pool, choices, tries, max(fewest, min(most, affordable)))
         if self._offload and choices:
             self._tell(0.9)
             self._here = pool.frontier()
             add_offload(graph, pool, max(tries, _OFFLOAD_TRIES))
         return pool
-
-    def _samples(self, work: int) -> int:
-        fewest, most = _SAMPLES
-        affordable = _ROUGHLY_SAMPLED_WORK if self._is_rough else _SAMPLED_WORK
-        return max(fewest, min(most, affordable // work))
 
     def _explore(self, pool: Pool, choices: frozenset[int], tries: int, samples: int) -> None:
         graph = self._graph
@@ -176,12 +175,6 @@ class Solver:
             Search(graph, pool, Linearization(graph)).lower_peak(tries // 10)
         else:
             _improve(graph, pool, tries)
-
-
-def _try_all(pool: Pool, choices: list[int]) -> None:
-    for count in range(len(choices)):
-        for kept in combinations(choices, count):
-            pool.try_out(Schedule(frozenset(kept)))
 
 
 def _sample(pool: Pool, chain: Chain, choices: frozenset[int], most: int) -> None:
