@@ -705,7 +705,29 @@ def _in_backward(model: nn.Module, steps: int) -> None:
         usual(model, number).backward()
 
 
-@pytest.mark.parametrize("train", [_in_a_closure, _by_two_optimizers, _in_backward])
+class _OwnMomenta(torch.optim.SGD):
+    """Keeps two tensors for each parameter in an attribute, not in its ``state``."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if "momenta" not in vars(self):
+            params = self.params = self.param_groups[0]["params"]
+            self.momenta = {n: (p.clone(), p.clone()) for n, p in enumerate(params)}
+        for parameter, (slow, fast) in zip(self.params, self.momenta.values(), strict=True):
+            parameter.sub_(slow.lerp_(parameter.grad, 0.1) - fast.lerp_(parameter.grad, 0.2))
+
+
+def _with_own_momenta(model: nn.Module, steps: int) -> None:
+    optimizer = _OwnMomenta(model.parameters())
+    for number in range(steps):
+        usual(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "train", [_in_a_closure, _by_two_optimizers, _in_backward, _with_own_momenta]
+)
 def test_all_state_of_optimizers_counts(train: Callable[[nn.Module, int], None]) -> None:
     model, plain = net(), net()
     recollect.fit(model, budget=0.8)

@@ -125,7 +125,7 @@ class Updates:
         self._on_step()
         if optimizer not in self._before and _has_any(optimizer, self._parameters):
             self._before[optimizer] = local_bytes(_state_of(optimizer))
-            found = [each for group in optimizer.param_groups for each in group["params"]]
+            found = _parameters_of(optimizer)
             self.gradients += local_bytes(p.grad for p in found if p.grad is not None)
             self._compare_versions(found)
 
@@ -237,44 +237,44 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 
 def _flat_bytes(optimizer: Optimizer) -> int:
-    """The bytes of flat tensors of all parameters, beside those that are in its state.
-
-    As directions and gradients of LBFGS. Nothing but the garbage collector knows of them.
-    """
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    shape = torch.Size([sum(each.numel() for each in parameters)])
-    known = {storage_key(each) for each in parameters}
-    known |= {storage_key(each.grad) for each in parameters if each.grad is not None}
-    known |= {storage_key(each) for each in _state_of(optimizer)}
-    found = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-    return local_bytes(e for e in found if e.shape == shape and storage_key(e) not in known)
+    """The bytes of flat tensors of all parameters: directions and gradients of LBFGS."""
+    parameters = _parameters_of(optimizer)
+    return local_bytes(_unlisted(parameters, [torch.Size([sum(map(torch.numel, parameters))])]))
 
 
 def _bytes_like(parameters: Iterable[torch.Tensor]) -> int:
     """The bytes of tensors that are shaped like ``parameters``, in whole sets."""
     trained = [each for each in parameters if each.requires_grad and each.is_leaf]
-    states = [leaf for optimizer in [*_changes.lengths] for leaf in _state_of(optimizer)]
-    known = {storage_key(each) for each in (*trained, *states)}
-    known |= {storage_key(each.grad) for each in trained if each.grad is not None}
-    if sets := _count_sets(trained, known):
+    if sets := _count_sets(trained):
         gc.collect()  # those that nobody holds any more
-        sets = _count_sets(trained, known)
+        sets = _count_sets(trained)
     return sets * local_bytes(trained)
 
 
-def _count_sets(parameters: Sequence[torch.Tensor], known: Container[int | None]) -> int:
+def _count_sets(parameters: Sequence[torch.Tensor]) -> int:
     """How many tensors there are, for most parameters, that are shaped like it."""
-    of_parameters = Counter(each.shape for each in parameters)
-    found = Counter(
-        each.shape
-        for each in gc.get_objects()
-        if type(each) is torch.Tensor
-        and each.shape in of_parameters
-        and not each.requires_grad
-        and storage_key(each) not in known
-    )
-    sets = [found[each.shape] // of_parameters[each.shape] for each in parameters]
+    shapes = Counter(each.shape for each in parameters)
+    found = Counter(each.shape for each in _unlisted(parameters, shapes))
+    sets = [found[each.shape] // shapes[each.shape] for each in parameters]
     return median_low(sets) if sets else 0
+
+
+def _unlisted(
+    parameters: Sequence[torch.Tensor], shapes: Container[torch.Size]
+) -> list[torch.Tensor]:
+    """Tensors of these shapes that are no parameters, gradients or state of optimizers.
+
+    Nothing but the garbage collector knows of them.
+    """
+    states = [leaf for optimizer in _seen_optimizers() for leaf in _state_of(optimizer)]
+    known = {storage_key(each) for each in (*parameters, *states)}
+    known |= {storage_key(each.grad) for each in parameters if each.grad is not None}
+    found = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    return [
+        each
+        for each in found
+        if each.shape in shapes and not each.requires_grad and storage_key(each) not in known
+    ]
 
 
 class _Changes:
@@ -320,19 +320,35 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
     _changes.note(optimizer)
     _changes.steps += 1
     # Otherwise a late backward would use the updated parameters, and nobody would notice.
-    params = (each for group in optimizer.param_groups for each in group["params"])
-    count_writes(each for each in params if each.grad is not None)
+    count_writes(each for each in _parameters_of(optimizer) if each.grad is not None)
     for each in [*_watching]:
         each.step_ends(optimizer)
 
 
+def _seen_optimizers() -> set[Optimizer]:
+    """Those that have made a step, or are in the middle of their first one."""
+    return {*_changes.lengths, *_changes.running}
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
 def _has_any(optimizer: Optimizer, ids: frozenset[int] | set[int]) -> bool:
-    return any(id(each) in ids for group in optimizer.param_groups for each in group["params"])
+    return any(id(each) in ids for each in _parameters_of(optimizer))
+
+
+#: Attributes of an optimizer without state, but for its ``state``.
+_STATELESS = ("param_groups", "defaults")
 
 
 def _state_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    leaves = [leaf for state in optimizer.state.values() for leaf in tree_leaves(state)]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    """The tensors of its ``state``, and those that it keeps in attributes of its own."""
+    held = [value for name, value in vars(optimizer).items() if name not in _STATELESS]
+    tensors = [leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
+    parameters = _parameters_of(optimizer)
+    others = {storage_key(each) for p in parameters for each in (p, p.grad) if each is not None}
+    return [each for each in tensors if storage_key(each) not in others]
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
