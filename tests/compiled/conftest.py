@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from recollect.compiled.costs import NodeCosts
+from recollect.compiled.part import NodeCosts
 from recollect.planning import planner, ways
 from recollect.planning.solving import solve
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recollect
-from recollect.compiled import transfer_ops
+from recollect.compiled import offload
 from recollect.compiled.applied import make_code
+from recollect.compiled.planner import CompiledTrials
 from recollect.compiled.registered import backend as ours
 from recollect.compiled.sites import installed
-from recollect.compiled.trials import CompiledTrials
 from recollect.graph.graph import Schedule
 from recollect.replay.named_schedule import trimmed
 from recollect.store.links import CudaLink
@@ -129,17 +129,17 @@ def test_gradients_do_not_depend_on_how_late_copies_are(
         torch._dynamo.reset()
         with installed(make_code(decided, trials.observed.sites).called):
             with monkeypatch.context() as patch:  # the same code, with copies on the device
-                patch.setattr(transfer_ops, "link_of", lambda tensor: None)
+                patch.setattr(offload, "link_of", lambda tensor: None)
                 expected = case.gradients()
             assert slow.count == 0
             with monkeypatch.context() as patch:
-                patch.setattr(transfer_ops, "link_of", lambda tensor: slow)
+                patch.setattr(offload, "link_of", lambda tensor: slow)
                 steps = [case.gradients() for _ in range(4)]  # none waits for the one before
         for found in steps:
             assert_identical(found, expected)
         assert slow.count == 2 * len(steps) * len(graph.away)
         slow.count = 0
-    assert not transfer_ops._running
+    assert not offload._running
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -158,7 +158,7 @@ def test_the_peak_does_not_depend_on_how_late_copies_are(
         case.gradients()
         in_time = {case.peak() for _ in range(3)}
         assert max(in_time) == pytest.approx(measured, rel=0.02)
-        monkeypatch.setattr(transfer_ops, "link_of", lambda tensor: slow)
+        monkeypatch.setattr(offload, "link_of", lambda tensor: slow)
         assert {case.peak() for _ in range(3)} == in_time
 
 

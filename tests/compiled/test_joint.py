@@ -1,10 +1,11 @@
-"""Reading joint graphs."""
+"""Joint graphs: nodes, views, keys, and what Inductor puts into memory."""
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from recollect.compiled.joint import Joint, is_dense, key_of, nbytes_of
+from recollect.compiled.joint import Joint, in_memory, is_dense, key_of, nbytes_of
+from tests.compiled._steps import seen
 
 
 def traced(width: int = 4) -> fx.GraphModule:
@@ -64,3 +65,45 @@ def test_forward_is_what_its_outputs_need():
 def test_a_graph_is_known_by_its_ops_and_by_the_forms_of_its_inputs():
     assert key_of(traced()) == key_of(traced())
     assert key_of(traced()) != key_of(traced(width=5))
+
+
+def in_forward(function, *inputs: Tensor) -> tuple[list[str], list[str]]:
+    """The names of the ops of forward whose results have memory, and of those in libraries."""
+    joint = seen(function, *inputs).joint
+    found, kernels = in_memory(joint)
+    ours = [node for node in joint.makers if node in joint.forward]
+    named = [[str(n.target) for n in ours if n in which] for which in (found, kernels)]
+    return named[0], named[1]
+
+
+def test_a_chain_of_loops_has_memory_at_its_end():
+    x = torch.randn(4, 8, requires_grad=True)
+    found, kernels = in_forward(lambda x: x.sin().cos().exp(), x)
+    assert found == ["aten.exp.default"]
+    assert kernels == []
+
+
+def test_what_a_library_reads_or_makes_has_memory():
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    found, kernels = in_forward(lambda x, w: (x.sin().cos() @ w).exp(), x, w)
+    assert found == ["aten.cos.default", "aten.mm.default", "aten.exp.default"]
+    assert kernels == ["aten.mm.default"]
+
+
+def test_what_is_read_after_a_library_has_memory():
+    def residual(x: Tensor, w: Tensor) -> Tensor:
+        first = x.sin()
+        return first + (first.cos() @ w)
+
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    found, _ = in_forward(residual, x, w)
+    assert "aten.sin.default" in found
+
+
+def test_a_reduction_has_memory():
+    def scaled(x: Tensor) -> Tensor:
+        made = x.sin().cumsum(0)  # an input of the graph does not count
+        return made * made.sum(1, keepdim=True)
+
+    found, _ = in_forward(scaled, torch.randn(4, 8, requires_grad=True))
+    assert "aten.sum.dim_IntList" in found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,17 @@ from torch._dynamo.backends.common import aot_autograd
 
 import recollect
 from recollect.checks.place import WarnOnce
-from recollect.compiled import split, transfer_ops
+from recollect.compiled import lazy, offload, split
 from recollect.compiled.applied import make_code
 from recollect.compiled.decisions import Away, CompiledStep
+from recollect.compiled.merge import SMALLEST
 from recollect.compiled.observe import with_forward_of
+from recollect.compiled.offload import FETCH, FETCHED, SEND, SENT
+from recollect.compiled.planner import CompiledTrials
 from recollect.compiled.sites import installed
-from recollect.compiled.transfer_ops import FETCH, FETCHED, SEND, SENT
-from recollect.compiled.trials import CompiledTrials
 from recollect.graph.graph import Graph, Link, Schedule
 from recollect.graph.simulate import simulate
+from recollect.modules import OPTIONS
 from recollect.planning import prepare
 from recollect.replay.named_schedule import trimmed
 from tests._support import assert_identical
@@ -53,11 +55,11 @@ class HostLink(FakeLink):
 def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostLink]:
     """Of the CPU, which has none."""
     link = HostLink()
-    monkeypatch.setattr(transfer_ops, "link_of", lambda tensor: link)
+    monkeypatch.setattr(offload, "link_of", lambda tensor: link)
     monkeypatch.setattr(prepare, "measured_link", lambda device: Link(5e9, 5e9))
     yield link
     assert link.violations == []
-    assert not transfer_ops._running
+    assert not offload._running
 
 
 def frontier_of(compiled: Compiled) -> recollect.Frontier:
@@ -220,7 +222,7 @@ def test_the_time_of_forward_is_as_measured(link: HostLink):
 
 
 def test_memory_that_cannot_be_pinned_is_told_once(link: HostLink, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(transfer_ops, "_warnings", WarnOnce())
+    monkeypatch.setattr(offload, "_warnings", WarnOnce())
     compiled = Compiled("decoder", as_it_is)
     expected = compiled.outcome()
     trials = trials_of(frontier_of(compiled))
@@ -231,20 +233,81 @@ def test_memory_that_cannot_be_pinned_is_told_once(link: HostLink, monkeypatch: 
     assert_identical(found, expected)
 
 
-def test_a_step_of_several_graphs_does_not_offload(link: HostLink, monkeypatch: pytest.MonkeyPatch):
-    compiled = Compiled("decoder", in_blocks)
+def broken(model: nn.Module) -> nn.Module:
+    """Compiled, with a graph break after each block."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    return as_it_is(model)
+
+
+def whole(graph: Graph, schedule: Schedule) -> Schedule:
+    """The same, but for ops of which some results are too small to offload."""
+    small = {value.op for value in graph.values if value.nbytes < SMALLEST}
+    away = schedule.offloaded
+    return replace(schedule, kept=schedule.kept | (away & small), offloaded=away - small)
+
+
+@pytest.mark.parametrize("how", [in_blocks, broken])
+def test_each_of_several_graphs_hides_its_own_copies(
+    link: HostLink, how: Callable[[nn.Module], nn.Module]
+):
+    compiled = Compiled("decoder_dropout", how)
+    expected = compiled.outcome()
     frontier = frontier_of(compiled)
-    assert trials_of(frontier).graph.link is None
-    monkeypatch.setattr(prepare, "check_can_offload", lambda device, is_shared: None)
-    with pytest.raises(ValueError, match="offload=True: the step of this model runs 3 compiled"):
-        recollect.plan(compiled.model, compiled.batch, 0.7, loss=compiled.loss, offload=True)
+    trials, solver = trials_of(frontier), frontier._planner.solver
+    sites = trials.observed.site_of
+    keys = [part.key for part in trials.observed.merged.parts]
+    for fraction in (0.2, 0.9):
+        budget = int(frontier.least + fraction * (frontier.plain_peak - frontier.least))
+        solution = solver.solve(budget)
+        assert solution is not None
+        schedule = whole(trials.graph, solution.schedule)
+        decided = trials.decisions(schedule)
+        variants = [variant for _, variant in decided.sites]
+        away = {(each.variant, each.key): len(each.away) for each in decided.graphs}
+        torch._dynamo.reset()
+        with installed(make_code(decided, trials.observed.sites).called):
+            compiled.step()
+            assert compiled.peak() == simulate(trials.graph, schedule).peak
+            before = len(link.copied_out), len(link.copied_in)
+            assert_identical(compiled.outcome(), expected)
+        copied = len(link.copied_out) - before[0], len(link.copied_in) - before[1]
+        ran = sum(away[variants[n], key] for n, key in zip(sites, keys, strict=True))
+        assert copied == (ran, ran)
+        assert ran > 5
+    plan = frontier.plan_for(frontier.least)
+    assert plan.compiled is not None
+    assert plan.compiled.offloads
+    with plan.applied(compiled.model):
+        assert_identical(compiled.outcome(), expected)
+        assert compiled.peak() <= plan.budget
+
+
+@pytest.mark.filterwarnings("ignore:the training steps before there was a plan")
+@pytest.mark.parametrize("how", [as_it_is, in_blocks])
+def test_a_plan_of_the_loop_offloads_if_asked_to(
+    link: HostLink, how: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lazy, "check_can_offload", lambda device, is_shared: None)
+    monkeypatch.setattr(lazy, "measured_link", lambda device: Link(5e9, 5e9))
+    plain, fitted = Compiled("decoder_dropout", how), Compiled("decoder_dropout", how)
+    recollect.fit(fitted.model, budget=0.6, offload=True)
+    for seed in range(5):
+        for each in (plain, fitted):
+            each.step(seed)
+            torch.optim.SGD(each.bare.parameters(), lr=1e-3).step()
+    assert_identical([*fitted.bare.parameters()], [*plain.bare.parameters()])
+    plan = (vars(fitted.model).get(OPTIONS) or vars(fitted.bare)[OPTIONS]).plan
+    assert plan.compiled.offloads
+    assert link.copied_out
+    assert fitted.peak() <= plan.budget
 
 
 def test_where_offload_cannot_be_had_it_is_refused():
     compiled = Compiled("decoder", as_it_is)
     with pytest.raises(ValueError, match="offload=True needs a CUDA device"):
         recollect.plan(compiled.model, compiled.batch, 0.7, loss=compiled.loss, offload=True)
-    with pytest.raises(ValueError, match="offloads only if it is made with a batch"):
+    with pytest.raises(ValueError, match="offload=True needs a CUDA device"):
         recollect.fit(compiled.model, budget=0.7, offload=True)
     graphs = torch.compile(compiled.bare, mode="reduce-overhead")
     with pytest.raises(ValueError, match="offload=True: the model is compiled with CUDA graphs"):

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from recollect.compiled.costs import NodeCosts
-from recollect.compiled.part import FOREVER, Part, make_part
+from recollect.compiled.part import FOREVER, NodeCosts, Part, make_part
 from tests.compiled._steps import seen
 
 #: Bytes of the tensors of the step below.

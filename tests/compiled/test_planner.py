@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recollect.compiled.planner import CompiledPlanner
-from recollect.compiled.trials import CompiledTrials
+from recollect.compiled.planner import CompiledPlanner, CompiledTrials
 from recollect.graph.graph import Schedule
 from recollect.graph.simulate import simulate, simulate_plain
 from recollect.planning.solving.solve import Solver

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect.compiled.trials import CompiledTrials
+from recollect.compiled.planner import CompiledTrials
 from tests._support import assert_identical
 from tests.compiled._steps import Compiled, as_it_is, in_blocks
 from tests.planning._models import Decoder

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recollect.compiled.costs import NodeCosts
 from recollect.compiled.merge import Merged, merge
-from recollect.compiled.part import make_part
+from recollect.compiled.part import NodeCosts, make_part
 from recollect.compiled.tied import TiedSolver
 from recollect.planning.solving.solve import Solver
 from tests.compiled._steps import calls_of

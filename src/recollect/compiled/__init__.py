@@ -5,21 +5,17 @@ which tensors forward saves for backward. The path through the package:
 
 1. `sites` finds the compiled modules of a model, and has them compiled with a `backend` of ours.
 2. The step runs with the split that torch chooses. The `split` of each graph is observed: `joint`
-   reads the joint graph, `fusion` knows which of its tensors get memory from Inductor.
+   reads the joint graph, and knows which of its tensors get memory from Inductor.
 3. `part` makes ops, values and events of it, `timeline` measures what the step holds around the
-   graphs, `tangents` notes which gradients backward makes for itself, and `merge` makes the `Graph`
-   of the whole step.
-4. `planner` solves it, and compiles and runs what the solver found (`trials`). The target is
-   corrected by what the simulation was off.
+   graphs, and `merge` makes the `Graph` of the whole step.
+4. `planner` solves it, with `tied` where graphs share code, and compiles and runs what the solver
+   found. The target is corrected by what the simulation was off.
 5. `applied` plays the `decisions` of a plan in a model. A graph that was not planned is solved
    where it is split, and `watch` warns of steps that do not run by the plan.
 6. Without a batch, `lazy` has the loop's own steps take the place of those that the planner runs:
    `loop` measures them, and `loop_planner` makes and corrects the plan.
 
-Where a plan holds saved tensors on the host, `offload` puts the ops of `transfer_ops` into the
-halves of a graph that was split.
-
-`registered` is a backend of our own, which runs the ops of a graph as they are: `views` folds views
-in its joint graph, `gradients` has those of parameters share no memory, and `straight` writes its
-halves as Python.
+Where a plan holds saved tensors on the host, `offload` puts ops that copy into the halves of a
+graph that was split. `registered` is a backend of our own, which runs the ops of a graph as they
+are: `rewrites` prepares its joint graph.
 """

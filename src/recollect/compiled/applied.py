@@ -16,11 +16,10 @@ from recollect._torch.inductor import (
 )
 from recollect.checks.place import warn_user
 from recollect.compiled.backend import Backend, Compiler, Notes
-from recollect.compiled.costs import NodeCosts
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.joint import Joint
 from recollect.compiled.merge import NOTHING_AROUND, merge_alone
-from recollect.compiled.part import make_part
+from recollect.compiled.part import NodeCosts, make_part
 from recollect.compiled.sites import Called, Site, called_now, find_sites, install, prepare
 from recollect.compiled.split import PlannedSplit
 from recollect.compiled.watch import Watch

@@ -26,10 +26,9 @@ from recollect._torch.inductor import (
     symbol_of,
 )
 from recollect._torch.tensors import storage_key
-from recollect.compiled.gradients import separate_gradients
+from recollect.compiled.rewrites import fold_views, separate_gradients
 from recollect.compiled.split import ObservingSplit, PlannedSplit, SeenGraph
-from recollect.compiled.tangents import note_tangents
-from recollect.compiled.views import fold_views
+from recollect.compiled.timeline import note_tangents
 
 #: Options of Inductor in planned code: it holds no freed memory for later.
 _PLANNED = {"allow_buffer_reuse": False}

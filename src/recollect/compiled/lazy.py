@@ -32,12 +32,12 @@ from recollect._torch.inductor import (
 from recollect.checks.place import WarnOnce, warn_user
 from recollect.compiled.applied import Applied, Installed
 from recollect.compiled.backend import Backend, Call, Compiler, Notes
-from recollect.compiled.costs import NodeCosts
 from recollect.compiled.joint import Joint
 from recollect.compiled.loop import LoopSteps
 from recollect.compiled.loop_planner import LoopPlanner, observed_calls
 from recollect.compiled.merge import merge_alone
-from recollect.compiled.part import make_part
+from recollect.compiled.part import NodeCosts, make_part
+from recollect.compiled.planner import can_offload
 from recollect.compiled.sites import Called, called_now, install, model_name, prepare, wrapped
 from recollect.compiled.split import Decide, ObservingSplit
 from recollect.compiled.timeline import Timeline
@@ -48,7 +48,9 @@ from recollect.graph.simulate import levels_under, simulate
 from recollect.modules import OPTIONS, wrap_module
 from recollect.planning.loop import notices
 from recollect.planning.plan import Plan
+from recollect.planning.prepare import Offload, check_can_offload
 from recollect.planning.progress import Progress
+from recollect.planning.recording.host_link import measured_link
 from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.step import device_of
 from recollect.planning.solving.solve import Solver
@@ -90,9 +92,11 @@ def is_compiled_method(method: Any) -> bool:
     return method_settings(method) is not None
 
 
-def fit_lazily(model: nn.Module, budget: float | str, progress: Progress) -> LazyFit:
+def fit_lazily(
+    model: nn.Module, budget: float | str, offload: Offload, progress: Progress
+) -> LazyFit:
     """Have a compiled model, which is called now, make its plan from the steps of the loop."""
-    lazy = LazyFit(model, budget, progress)
+    lazy = LazyFit(model, budget, offload, progress)
     if lazy.is_of_model:
         vars(model)[OPTIONS] = lazy
         lazy.bypass.called(0)  # by whoever calls it
@@ -102,7 +106,7 @@ def fit_lazily(model: nn.Module, budget: float | str, progress: Progress) -> Laz
 
 
 def fit_called_by_compiler(
-    model: nn.Module, budget: float | str, progress: Progress, callback: Any
+    model: nn.Module, budget: float | str, offload: Offload, progress: Progress, callback: Any
 ) -> bool:
     """As `fit_lazily`, for a model that compiled code calls now. Returns whether it can be.
 
@@ -114,7 +118,7 @@ def fit_called_by_compiler(
         return False
     compile_in_place(model, *found)
     try:
-        fit_lazily(model, budget, progress).on_end = drop_compiled
+        fit_lazily(model, budget, offload, progress).on_end = drop_compiled
     except BaseException:
         drop_compiled(model)
         raise
@@ -122,12 +126,20 @@ def fit_called_by_compiler(
 
 
 class LazyFit(Installed):
-    """Runs a compiled model without a plan, and makes one of its steps."""
+    """Runs a compiled model without a plan, and makes one of its steps.
 
-    def __init__(self, model: nn.Module, budget: float | str, progress: Progress) -> None:
+    It offloads only if ``offload`` is True: nobody compares times in the loop.
+    """
+
+    def __init__(
+        self, model: nn.Module, budget: float | str, offload: Offload, progress: Progress
+    ) -> None:
         super().__init__(model)
         self._budget, self._progress = budget, progress
         self._model, self._device = ref(model), device_of(model)
+        self._offloads = can_offload(self.sites, offload) and offload is True
+        if self._offloads and not torch.cuda.is_available():
+            check_can_offload(self._device, is_shared=False)
         #: Called when the model runs as it did before.
         self.on_end: Callable[[nn.Module], None] | None = None
         self._warnings = WarnOnce()
@@ -296,6 +308,8 @@ class LazyFit(Installed):
         costs = NodeCosts(self._device)
         self._progress("planning the step of the loop", 0.0)
         observed = observed_calls(self._calls, self.sites, timeline, base, costs, self._forwards)
+        if self._offloads:
+            observed = observed.linked(measured_link(self._device))
         peak = base + timeline.peak
         planner = LoopPlanner.of_loop(
             model, observed, self._state, self._steps.gradients, peak, self._progress

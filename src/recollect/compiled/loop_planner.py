@@ -12,14 +12,13 @@ from torch import nn
 
 from recollect.compiled.applied import Code
 from recollect.compiled.backend import Call
-from recollect.compiled.costs import NodeCosts
 from recollect.compiled.decisions import CompiledStep
 from recollect.compiled.merge import saved_schedule, unmodelled_bytes
 from recollect.compiled.observe import ObservedStep, merged_calls, saves_of
-from recollect.compiled.planner import WORTH, CompiledPlanner
+from recollect.compiled.part import NodeCosts
+from recollect.compiled.planner import WORTH, CompiledPlanner, CompiledTrials
 from recollect.compiled.sites import Site
 from recollect.compiled.timeline import Timeline
-from recollect.compiled.trials import CompiledTrials
 from recollect.graph.graph import Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning.plan import Plan

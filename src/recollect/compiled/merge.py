@@ -19,6 +19,10 @@ from recollect.compiled.timeline import Stretch
 from recollect.graph.graph import Event, Graph, Op, SavedTensor, Schedule, Storage, Value
 from recollect.graph.simulate import levels_under, transfers_under
 
+#: Smaller results of an op that is offloaded stay on the device.
+SMALLEST = 4096
+#: The ops of a call that are kept, and those that are offloaded, by their numbers in the call.
+Decided = tuple[frozenset[int], frozenset[int]]
 #: Of a step with one graph: the gaps before forward, before backward and after that, all empty.
 NOTHING_AROUND = ((0, 0), (0, 0), (0, 0))
 
@@ -31,12 +35,16 @@ class Merged:
         graph: The step.
         parts: By call of a compiled graph: what it adds to the step.
         first: By call: the number of its first op.
+        values: By call: the number of its first value.
+        backward: By call: the first event of its backward.
         gaps: The events around the calls.
     """
 
     graph: Graph
     parts: Sequence[Part]
     first: Sequence[int]
+    values: Sequence[int]
+    backward: Sequence[int]
     gaps: Sequence[int]
     #: By gap: the bytes that are held at its end, and the most in it, beside those of the graphs.
     around: Sequence[tuple[int, int]] = field(default=())
@@ -47,32 +55,38 @@ class Merged:
         kept = schedule.kept | schedule.offloaded | self.graph.forced
         return frozenset(name for n, name in enumerate(part.names) if first + n in kept)
 
-    def away(self, schedule: Schedule) -> tuple[Away, ...]:
-        """The results that a schedule offloads, if the step has one call.
+    def away(self, schedule: Schedule) -> list[tuple[Away, ...]]:
+        """By call: the results that a schedule offloads.
 
         A graph begins and ends its copies itself, and none runs beside another graph.
         """
-        if not schedule.offloaded:
-            return ()
-        (part,), backward = self.parts, self.gaps[1] + 1
-        results = [*part.results]  # by value
-        found = []
-        for value, freed, event in transfers_under(self.graph, schedule):
-            if part.values[value].nbytes >= _SMALLEST:
-                before = event - backward - 1
+        found: list[list[Away]] = [[] for _ in self.parts]
+        transfers = transfers_under(self.graph, schedule) if schedule.offloaded else []
+        for value, freed, event in transfers:
+            call = max(self.graph.call_of(freed), 0)
+            part, number = self.parts[call], value - self.values[call]
+            if part.values[number].nbytes >= SMALLEST:
+                before = event - self.backward[call] - 1
                 fetched = part.backward_names[before] if before >= 0 else ""
-                found.append(Away(results[value], part.ends[freed], fetched))
-        return tuple(found)
+                freed_at = part.ends[freed - self.first[call]]
+                found[call].append(Away([*part.results][number], freed_at, fetched))
+        return [*map(tuple, found)]
 
-    def decided(self, call: int, schedule: Schedule) -> frozenset[int]:
-        """The ops of a call that a schedule keeps, by their numbers in the call."""
+    def decided(self, call: int, schedule: Schedule) -> Decided:
+        """The ops of a call that a schedule keeps and offloads, by their numbers in the call."""
         first, count = self.first[call], len(self.parts[call].ops)
-        return frozenset(n - first for n in schedule.kept if first <= n < first + count)
+        kept, away = (
+            frozenset(n - first for n in ops if first <= n < first + count)
+            for ops in (schedule.kept, schedule.offloaded)
+        )
+        return kept, away
 
-    def together(self, decided: Sequence[frozenset[int]]) -> Schedule:
-        """The schedule that keeps these ops of each call."""
-        pairs = zip(self.first, decided, strict=True)
-        return Schedule(frozenset(first + n for first, kept in pairs for n in kept))
+    def together(self, decided: Sequence[Decided], like: Schedule | None = None) -> Schedule:
+        """The schedule that decides so by call. ``like``: how it offloads."""
+        pairs = [*zip(self.first, decided, strict=True)]
+        kept = frozenset(first + n for first, (ops, _) in pairs for n in ops)
+        away = frozenset(first + n for first, (_, ops) in pairs for n in ops)
+        return replace(like, kept=kept, offloaded=away) if like and away else Schedule(kept, away)
 
 
 def merge(
@@ -110,8 +124,6 @@ def merge_alone(
     return _Merger([part], [call], _order_of(1, None), base, around).merged()
 
 
-#: Smaller results of an op that is offloaded stay on the device.
-_SMALLEST = 4096
 #: A call: whether it is backward, and its number.
 _Turn = tuple[bool, int]
 
@@ -131,9 +143,8 @@ def _order_of(count: int, stretches: Sequence[Stretch] | None) -> list[_Turn]:
 def saved_schedule(merged: Merged, saves: Sequence[Mapping[str, int]]) -> Schedule:
     """What a split keeps, of results that have memory in our model. ``saves``: as of `merge`."""
     pairs = zip(merged.parts, saves, strict=True)
-    return merged.together(
-        [frozenset(part.results[n] for n in each if n in part.results) for part, each in pairs]
-    )
+    kept = [frozenset(part.results[n] for n in each if n in part.results) for part, each in pairs]
+    return merged.together([(each, frozenset()) for each in kept])
 
 
 def unmodelled_bytes(merged: Merged, saves: Sequence[Mapping[str, int]]) -> list[int]:
@@ -220,8 +231,10 @@ class _Merger:
             events=self._events(saved),
             turn=self.turn,
             base=self.base,
+            calls=tuple(self.first_op) if len(self.parts) > 1 else (),
         )
-        return Merged(graph, self.parts, self.first_op, self.gaps)
+        backward = [begin[True] for begin in self.begin]
+        return Merged(graph, self.parts, self.first_op, self.first_value, backward, self.gaps)
 
     def _ops(self, forced: set[int]) -> list[Op]:
         counts: Counter[str] = Counter()

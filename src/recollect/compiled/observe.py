@@ -11,10 +11,9 @@ from torch import fx
 
 from recollect._torch.inductor import assumed
 from recollect.compiled.backend import Backend, Call, Compiler, Notes
-from recollect.compiled.costs import NodeCosts
 from recollect.compiled.joint import nbytes_of
 from recollect.compiled.merge import Merged, merge, saved_schedule
-from recollect.compiled.part import Part, make_part
+from recollect.compiled.part import NodeCosts, Part, make_part
 from recollect.compiled.sites import Called, Site, installed, model_name, prepare, wrapped
 from recollect.compiled.split import ObservingSplit, SeenGraph
 from recollect.compiled.timeline import Timeline, measured_timeline
@@ -46,6 +45,12 @@ class ObservedStep:
     profile: Profile
     forwards: int = 1
 
+    def linked(self, link: Link | None) -> ObservedStep:
+        """The same, with a link to the host."""
+        graph = replace(self.merged.graph, link=link)
+        merged, profile = replace(self.merged, graph=graph), replace(self.profile, graph=graph)
+        return replace(self, merged=merged, profile=profile)
+
     @property
     def site_of(self) -> list[int]:
         """By call: the number of its compiled module."""
@@ -55,10 +60,7 @@ class ObservedStep:
 def observe_step(
     step: TrainingStep, sites: Sequence[Site], link: Link | None = None
 ) -> ObservedStep:
-    """Run the step, measure it, and make its graph.
-
-    ``link``: that to the host. A step of several graphs has none: see `Merged.away`.
-    """
+    """Run the step, measure it, and make its graph. ``link``: that to the host."""
     notes = Notes()
     called = prepare(sites, lambda compiler, _: Backend(compiler, ObservingSplit(), notes))
     with step.undone(), installed(wrapped(called, notes.begun)):
@@ -77,11 +79,13 @@ def observe_step(
         base = step.base_bytes()
         notes.clear()
     merged = merged_calls(calls, sites, timeline, base, NodeCosts(step.device))
-    graph = replace(merged.graph, link=link if len(calls) == 1 else None)
+    graph = replace(merged.graph, link=link)
     profile = Profile(graph, {}, None, expected, timing.seconds, True, timing, peak, graph)
     graph = profile.timed(timing.seconds)
-    if spans and len(calls) == 1:
-        graph = with_forward_of(graph, median(s.elapsed_time(e) for s, e in spans) / 1000)
+    if spans:
+        times = [start.elapsed_time(end) / 1000 for start, end in spans]
+        steps = [sum(times[n : n + len(calls)]) for n in range(0, len(times), len(calls))]
+        graph = with_forward_of(graph, median(steps))
     profile = replace(profile, graph=graph)
     merged = replace(merged, graph=profile.graph)
     torchs = saved_schedule(merged, saves_of(calls, lambda graph: graph.torch_saves))

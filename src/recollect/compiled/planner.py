@@ -6,22 +6,24 @@ long, so a target is corrected by what the simulation was off, which mostly take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
 from recollect._torch.fsdp import is_shared
-from recollect.checks.place import warn_user
+from recollect.checks.place import WarnOnce, warn_user
+from recollect.compiled.applied import Code, make_code
 from recollect.compiled.backend import Compiler
-from recollect.compiled.decisions import CompiledStep
-from recollect.compiled.observe import observe_step
-from recollect.compiled.sites import Site, find_sites
-from recollect.compiled.tied import TiedSolver
-from recollect.compiled.trials import CompiledTrials
+from recollect.compiled.decisions import Away, CompiledStep, GraphDecision
+from recollect.compiled.observe import ObservedStep, observe_step, sizes_of
+from recollect.compiled.sites import Called, Site, find_sites, installed, model_name
+from recollect.compiled.tied import TiedSolver, Unit, unit_of
 from recollect.errors import PlanWarning
-from recollect.graph.graph import Link, Schedule
+from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning.planner import Planner, Solve
 from recollect.planning.prepare import Offload, Request, link_for, prepare_step
@@ -31,7 +33,8 @@ from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.step import TrainingStep
 from recollect.planning.solving.pool import Solution
 from recollect.planning.solving.solve import Solver
-from recollect.planning.trial import Candidate
+from recollect.planning.trial import Candidate, Trials
+from recollect.planning.ways import Bench, Peaks, Way, peaks_under
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 
 #: How often a schedule is compiled for a budget: if one fits, and if none does yet.
@@ -42,15 +45,6 @@ _CLOSE = 0.03
 _MARGIN = 0.01
 #: A faster schedule is not compiled for less than this part of a step's time.
 WORTH = 0.01
-
-
-def check_not_offloaded(offload: Offload) -> None:
-    """Refuse to offload in a plan of a compiled model that is made from the user's loop."""
-    if offload is True:
-        raise ValueError(
-            "offload=True: the plan of a compiled model offloads only if it is made with a batch: "
-            "recollect.fit(model, batch, budget, offload=True). Or leave it out"
-        )
 
 
 def check_not_shared(model: nn.Module) -> None:
@@ -75,7 +69,7 @@ class CompiledPlanner(Planner):
         step = prepare_step(request)
         check_not_shared(step.model)
         sites = find_sites(request.model)
-        link = _link_for(step, sites, request.offload)
+        link = link_for(step, request.offload) if can_offload(sites, request.offload) else None
         if step.on_cuda:
             _warn_of_cuda_graphs(sites)
         state = ModelState.of(request.model)
@@ -83,12 +77,6 @@ class CompiledPlanner(Planner):
         if step.on_cuda:
             step.free_memory()
         observed = observe_step(step, sites, link)
-        if request.offload is True and observed.profile.graph.link is None:
-            raise ValueError(
-                f"offload=True: the step of this model runs {len(observed.calls)} compiled graphs, "
-                "and plans offload where it runs one. Leave it out, or compile the model as a "
-                "whole: torch.compile(model), without graph breaks"
-            )
         planner = cls(
             step,
             observed.profile,
@@ -188,14 +176,12 @@ def _warn_of_cuda_graphs(sites: Sequence[Site]) -> None:
         )
 
 
-def _link_for(step: TrainingStep, sites: Sequence[Site], offload: Offload) -> Link | None:
-    """The link to the host, if results may be offloaded."""
+def can_offload(sites: Sequence[Site], offload: Offload) -> bool:
+    """Whether compiled modules may offload. If they cannot, ``offload=True`` is an error."""
     why = next(filter(None, (_obstacle_in(site.compiler) for site in sites)), None)
-    if why is None:
-        return link_for(step, offload)
-    if offload is True:
+    if why is not None and offload is True:
         raise ValueError(f"offload=True: {why}")
-    return None
+    return why is None
 
 
 def _obstacle_in(compiler: Compiler) -> str | None:
@@ -213,3 +199,116 @@ def _obstacle_in(compiler: Compiler) -> str | None:
             "'recollect' or 'aot_eager'"
         )
     return None
+
+
+# --- trials --------------------------------------------------------------------------------------
+
+#: The names of what a graph saves, or None, and what of that is held on the host.
+_Chosen = tuple[tuple[str, ...] | None, tuple[Away, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CompiledWay(Way):
+    """The step with certain code in its compiled modules."""
+
+    called: Called
+
+    @contextmanager
+    def applied(self, *_: Any) -> Iterator[None]:
+        with installed(self.called):
+            yield
+
+
+class CompiledTrials(Trials):
+    """The trials of one compiled step. Each compiles it once."""
+
+    def __init__(
+        self, step: TrainingStep, observed: ObservedStep, state: ModelState, progress: Progress
+    ) -> None:
+        super().__init__(Bench(step, observed.profile.made), observed.profile, state, progress)
+        self.observed = observed
+        self.plain_schedule = observed.torch_schedule
+        #: By schedule that was tried: the code.
+        self.code: dict[Schedule, Code] = {}
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The step."""
+        return self.profile.graph
+
+    @property
+    def title(self) -> str:
+        """What the model is called."""
+        return f"compiled {model_name(self.step.model)}"
+
+    def decisions(self, schedule: Schedule | None, target: int = 0) -> CompiledStep:
+        """What a schedule decides for the graphs; None: everything as torch chooses."""
+        observed = self.observed
+        merged, sites = observed.merged, observed.site_of
+        away = None if schedule is None else merged.away(schedule)
+        chosen: dict[Unit, _Chosen] = {}
+        for call in range(len(merged.parts)):
+            names = None if schedule is None else tuple(sorted(merged.kept_in(call, schedule)))
+            unit = unit_of(merged, sites, call)
+            chosen.setdefault(unit, (names, () if away is None else away[call]))
+        variants = _variants(chosen, len(observed.sites))
+        sources = {call.graph.key: call.source for call in observed.calls if call.graph}
+        sizes = {key: tuple(each.values()) for key, each in sizes_of(observed.calls).items()}
+        graphs = {
+            GraphDecision(key, sources[key], names, variants[site], sizes[key], sent): None
+            for (site, key), (names, sent) in chosen.items()
+        }
+        return CompiledStep(
+            graphs=tuple(graphs),
+            sites=tuple((site.path, variants[n]) for n, site in enumerate(observed.sites)),
+            backend=observed.sites[0].compiler.name,
+            target=target,
+            base=merged.graph.base,
+            around=tuple(merged.around) if len(merged.parts) == 1 else (),
+            returned=merged.parts[0].returned,
+            forwards=observed.forwards,
+            made=tuple(observed.calls[0].made) if len(merged.parts) == 1 else (),
+        )
+
+    # --- peaks ------------------------------------------------------------------------------------
+
+    def _run(self, schedule: Schedule) -> tuple[Peaks, bool]:
+        self._progress("compiling", 0.0)
+        code = make_code(self.decisions(schedule), self.observed.sites)
+        way = _CompiledWay(called=code.called)
+        with self._plan_removed():  # the first step compiles
+            peaks = peaks_under(way, self.step, WarnOnce(), self._trying, warm=1)
+        self.code[schedule] = code
+        return peaks, False
+
+    def _way(self, schedule: Schedule | None) -> Way:
+        plain = self.observed.called
+        return _CompiledWay(called=plain if schedule is None else self.code[schedule].called)
+
+    @contextmanager
+    def _plan_removed(self) -> Iterator[None]:
+        obstacle = self._difference()
+        if obstacle is not None:
+            raise ValueError(obstacle)
+        yield  # whatever runs has code of its own
+
+
+def _variants(chosen: dict[Unit, _Chosen], count: int) -> list[int]:
+    """By site: the number of its variant. Sites that decide the same have the same."""
+    decided: list[dict[str, Any]] = [{} for _ in range(count)]
+    for (site, key), each in chosen.items():
+        decided[site][key] = each
+    found: list[dict[str, Any]] = []
+    variants = []
+    for own in decided:
+        number = next((n for n, other in enumerate(found) if _agree(own, other)), len(found))
+        if number == len(found):
+            found.append({})
+        found[number].update(own)
+        variants.append(number)
+    return variants
+
+
+def _agree(own: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two sites decide the same where both decide."""
+    return all(other[key] == each for key, each in own.items() if key in other)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import permutations
 
-from recollect.compiled.merge import Merged
+from recollect.compiled.merge import Decided, Merged
 from recollect.graph.graph import Schedule
-from recollect.planning.solving.pool import Pool, Solution
+from recollect.planning.solving.pool import Pool, Solution, best_of
 from recollect.planning.solving.solve import Solver
 
 #: How many variants of the code of equal modules there may be.
@@ -46,7 +48,6 @@ class TiedSolver:
         self._solver = solver
         self._merged = merged
         self._units = [unit_of(merged, sites, call) for call in range(len(merged.parts))]
-        self._pool: Pool | None = None
 
     def least_solution(self) -> Solution:
         """The solution with the lowest peak."""
@@ -54,74 +55,89 @@ class TiedSolver:
 
     def solve(self, budget: int) -> Solution | None:
         """The quickest solution that stays within ``budget`` bytes, if there is one."""
-        return self._solutions().under(budget)
+        found = filter(None, (pool.under(budget) for pool in self._pools))
+        return min(found, key=lambda each: each.outcome.seconds, default=None)
 
-    def solve_here(self, _: int) -> None:
-        """The same without offload: nothing is offloaded in a step of several graphs."""
+    def solve_here(self, budget: int) -> Solution | None:
+        """`solve` without offload; None if nothing is offloaded anyway."""
+        here, away = self._pools
+        return here.under(budget) if away.count else None
 
     def frontier(self) -> list[Solution]:
         """All solutions that no other dominates: ascending peaks, descending seconds."""
-        return self._solutions().frontier()
+        return best_of(each for pool in self._pools for each in pool.frontier())
 
-    def _solutions(self) -> Pool:
-        if self._pool is None:
-            self._pool = Pool(self._merged.graph)
-            for schedule in self._tied():
-                self._pool.try_out(schedule)
-        return self._pool
+    @cached_property
+    def _pools(self) -> tuple[Pool, Pool]:
+        """The solutions that offload nothing, and the others."""
+        pools = Pool(self._merged.graph), Pool(self._merged.graph)
+        for schedule in self._tied():
+            pools[bool(schedule.offloaded)].try_out(schedule)
+        return pools
+
+    def _free(self) -> list[Solution]:
+        """A few solutions for calls that are free to differ."""
+        found = self._solver.frontier()
+        found = [*found[:: max(1, len(found) // _LOOKED_AT)], found[-1]]
+        here = (self._solver.solve_here(each.outcome.peak) for each in found)
+        by_schedule = {each.schedule: each for each in (*found, *here) if each is not None}
+        return [*by_schedule.values()]
 
     def _tied(self) -> Iterator[Schedule]:
         merged, graph = self._merged, self._merged.graph
         calls = range(len(merged.parts))
-        free = self._solver.frontier()
-        step = max(1, len(free) // _LOOKED_AT)
         choices = Schedule(frozenset(graph.choices))
-        yield self._with([merged.decided(call, choices) for call in calls])
-        seen: Counter[tuple[str, frozenset[int]]] = Counter()
-        for solution in (*free[::step], free[-1]):
-            decided = [merged.decided(call, solution.schedule) for call in calls]
-            seen.update((self._units[call][1], decided[call]) for call in calls)
-            yield self._with(self._reduced(decided))
+        yield self._with([merged.decided(call, choices) for call in calls], choices)
+        seen: Counter[tuple[str, Decided, int | None]] = Counter()
+        for solution in self._free():
+            like = solution.schedule
+            decided = [merged.decided(call, like) for call in calls]
+            seen.update((self._units[call][1], decided[call], like.ahead) for call in calls)
+            yield self._with(self._reduced(decided), like)
             for call in calls:  # all calls of a graph as one of them
                 key, own = self._units[call][1], decided[call]
                 others = [self._units[each][1] == key for each in calls]
-                yield self._with([own if o else d for o, d in zip(others, decided, strict=True)])
+                mixed = [own if o else d for o, d in zip(others, decided, strict=True)]
+                yield self._with(mixed, like)
         yield from self._in_pairs(seen)
 
-    def _with(self, decided: Sequence[frozenset[int]]) -> Schedule:
+    def _with(self, decided: Sequence[Decided], like: Schedule) -> Schedule:
         """Calls that cannot differ decide as the first of them."""
         first = dict(zip(reversed(self._units), reversed(decided), strict=True))
-        return self._merged.together([first[unit] for unit in self._units])
+        return self._merged.together([first[unit] for unit in self._units], like)
 
-    def _reduced(self, decided: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    def _reduced(self, decided: Sequence[Decided]) -> list[Decided]:
         """The same with few variants of each graph: others become the one that is most like."""
-        found: list[frozenset[int]] = list(decided)
+        found = [*decided]
         for key in {key for _, key in self._units}:
             calls = [n for n, unit in enumerate(self._units) if unit[1] == key]
-            common = [kept for kept, _ in Counter(decided[n] for n in calls).most_common(_VARIANTS)]
+            common = [each for each, _ in Counter(decided[n] for n in calls).most_common(_VARIANTS)]
             for call in calls:
                 own = decided[call]
-                found[call] = min(common, key=lambda kept: self._distance(call, kept, own))
+                found[call] = min(common, key=lambda each: self._distance(call, each, own))
         return found
 
-    def _distance(self, call: int, kept: frozenset[int], other: frozenset[int]) -> int:
+    def _distance(self, call: int, first: Decided, second: Decided) -> int:
         """By how many bytes two decisions for a call differ."""
         part = self._merged.parts[call]
-        made = [part.values[value].nbytes for n in kept ^ other for value in part.ops[n].makes]
-        return sum(made)
+        ops = [n for one, other in zip(first, second, strict=True) for n in one ^ other]
+        return sum(part.values[value].nbytes for n in ops for value in part.ops[n].makes)
 
-    def _in_pairs(self, seen: Counter[tuple[str, frozenset[int]]]) -> Iterator[Schedule]:
+    def _in_pairs(self, seen: Counter[tuple[str, Decided, int | None]]) -> Iterator[Schedule]:
         """The first modules decide in one way, the others in another."""
         keys = [unit[1] for unit in self._units]
         main = Counter(keys).most_common(1)[0][0]
-        chosen = [kept for (key, kept), _ in seen.most_common() if key == main][:_PAIRED]
+        common = (each for each, _ in seen.most_common())
+        chosen = [(each, ahead) for key, each, ahead in common if key == main][:_PAIRED]
         calls = [n for n, key in enumerate(keys) if key == main]
         least = self._solver.least_solution().schedule
         others = [self._merged.decided(n, least) for n in range(len(keys))]
         places = range(1, len(calls), max(1, len(calls) // _PLACES))
-        for early, late in permutations(chosen, 2):
+        everything = sum(value.nbytes for value in self._merged.graph.values)
+        for (early, ahead), (late, _) in permutations(chosen, 2):
+            like = replace(least, limit=everything, ahead=ahead)
             for place in places:
-                decided = list(others)
+                decided = [*others]
                 for number, call in enumerate(calls):
                     decided[call] = early if number < place else late
-                yield self._with(decided)
+                yield self._with(decided, like)

@@ -136,6 +136,9 @@ class Graph:
     #: The paths of the modules that are recorded and run each by itself, with hooks of others
     #: around them, as in a sharded model. Empty: a forward is recorded as a whole.
     units: tuple[str, ...] = ()
+    #: The number of the first op of each compiled graph, if the step runs several. A copy to the
+    #: host, or back, runs beside the forward or backward of its own graph only.
+    calls: tuple[int, ...] = ()
     #: The storages that are in ``before`` and ``during`` of the events, if that is known.
     fixed: Sequence[Storage] = ()
     block: int = 1  #: the allocator hands out multiples of this many bytes
@@ -143,6 +146,10 @@ class Graph:
     def region_of(self, op: int) -> int:
         """The number of the region of an op."""
         return bisect_right(self.regions, op) - 1
+
+    def call_of(self, op: int) -> int:
+        """The number of the compiled graph of an op; -1 if the step does not run several."""
+        return bisect_right(self.calls, op) - 1
 
     def ops_of(self, region: int) -> range:
         """The numbers of the ops of a region."""

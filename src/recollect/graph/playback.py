@@ -7,7 +7,8 @@ Both use the rules of `release`:
 2. Backward unpacks a saved tensor. If it is not there, the ops that compute it from held values run
    again, in the order of forward.
 3. Tensors are fetched from the host in the reverse order of offloading, as `OffloadBatch` does
-   under a plan. At most ``ahead`` bytes are prefetched.
+   under a plan. At most ``ahead`` bytes are prefetched. Each of several compiled graphs fetches its
+   own, and its copies to the host end with its forward.
 
 Copies overlap with computation, one at a time in each direction. The allocator frees memory when
 work is issued, far ahead of the device. So the plan says after which op a copy counts as done, as
@@ -145,7 +146,8 @@ class Playback:
         self.fetched: dict[int, float] = {}
         self.ahead_bytes = 0
         self.wanted: deque[int] = deque()
-        self.has_begun = False
+        #: The compiled graphs that have begun to fetch.
+        self.begun = set[int]()
         #: The copies so far, each way: when they begin and end, and of which value.
         self.out: list[tuple[float, float, int]] = []
         self.back: list[tuple[float, float, int]] = []
@@ -153,6 +155,8 @@ class Playback:
         self.fetches: dict[int, int] = {}
         self.arrivals: list[tuple[int, int]] = []
         self.last_op = graph.last_op
+        #: The ops after which all copies have arrived.
+        self.halts = {self.last_op, *(first - 1 for first in graph.calls[1:])}
         #: The values to offload, by the last op of their function.
         self.offloads: dict[int, list[int]] = {}
         for value in sorted(self.offloaded):
@@ -285,7 +289,7 @@ class Playback:
             region = self.tables.regions[saved]
             self._release_held(region)
             if len(self.tickets[region]) <= self.begin:
-                self._begin_fetching()
+                self._begin_fetching(value)
             if value in self.offloaded:
                 self._fetch_now(value)
             else:
@@ -374,12 +378,12 @@ class Playback:
     def _let_arrive(self, op: int) -> None:
         """After ``op``: free copied tensors, and the oldest if too many bytes are in flight.
 
-        At the end of forward, all.
+        At the end of forward, or of a compiled graph, all.
         """
         before = len(self.leaving)
         while len(self.leaving) > 1 and self.leaving_bytes > self.limit:
             self._arrive()
-        while self.leaving and (self.leaving[0][2] <= self.clock or op == self.last_op):
+        while self.leaving and (self.leaving[0][2] <= self.clock or op in self.halts):
             self._arrive()
         if len(self.leaving) < before:
             self.arrivals.append((op, before - len(self.leaving)))
@@ -396,14 +400,18 @@ class Playback:
             self.waits += until - self.clock
             self.clock = until
 
-    def _begin_fetching(self) -> None:
-        """Start to fetch ahead."""
-        if self.has_begun or not self.offloads:
+    def _begin_fetching(self, value: int) -> None:
+        """Start to fetch ahead: with ``value``, all that is unpacked in the same graph."""
+        if not self.offloads:
             return
-        self.has_begun = True
+        graph = self.graph
+        call = graph.call_of(graph.values[value].op)
+        if call in self.begun:
+            return
+        self.begun.add(call)
         # In the reverse of the order in which they were offloaded.
-        order = sorted(self.offloads, reverse=True)
-        self.wanted = deque(value for op in order for value in self.offloads[op][::-1])
+        order = [v for op in sorted(self.offloads, reverse=True) for v in self.offloads[op][::-1]]
+        self.wanted = deque(v for v in order if graph.call_of(graph.values[v].op) == call)
         self._fetch_ahead()
 
     def _fetch_ahead(self) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from recollect._torch.fsdp import is_shared
 from recollect.checks.place import hide_own_frames
 from recollect.compiled.lazy import LazyFit
-from recollect.compiled.planner import CompiledPlanner, check_not_offloaded, check_not_shared
+from recollect.compiled.planner import CompiledPlanner, check_not_shared
 from recollect.compiled.sites import is_compiled_throughout
 from recollect.graph.graph import Graph
 from recollect.modules import OPTIONS, wrap_module
@@ -180,9 +180,8 @@ def lazy_runner(
     check_offload(offload)
     check_unplanned(model, runs_steps=False)
     if _is_compiled(model):
-        check_not_offloaded(offload)
         check_not_shared(model)
-        return LazyFit(model, budget, reporter(progress))
+        return LazyFit(model, budget, offload, reporter(progress))
     lazy = LazyPlanner(budget, offload, reporter(progress))
     if not torch.cuda.is_available():  # else the model may be moved to a device yet
         lazy.check(model)

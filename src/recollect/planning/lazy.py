@@ -12,7 +12,7 @@ from torch import nn
 from recollect._torch.fsdp import is_shared
 from recollect._torch.groups import has_peers
 from recollect.compiled.lazy import fit_called_by_compiler, fit_lazily
-from recollect.compiled.planner import check_not_offloaded, check_not_shared
+from recollect.compiled.planner import check_not_shared
 from recollect.compiled.sites import is_compiled_throughout
 from recollect.errors import CheckpointError
 from recollect.planning.budget import resolve_budget
@@ -107,11 +107,12 @@ class LazyPlanner:
         Its modules are compiled, or it is called by compiled code: ``callback`` is that of dynamo.
         """
         try:
-            check_not_offloaded(self.offload)
             check_not_shared(model)
             if is_compiled_throughout(model):
-                fit_lazily(model, self.budget, self.progress)
-            elif not fit_called_by_compiler(model, self.budget, self.progress, callback):
+                fit_lazily(model, self.budget, self.offload, self.progress)
+            elif not fit_called_by_compiler(
+                model, self.budget, self.offload, self.progress, callback
+            ):
                 return "only small parts of it are compiled, or the code that calls it was before"
         except (ValueError, CheckpointError) as error:
             return str(error)

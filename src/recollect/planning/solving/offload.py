@@ -5,14 +5,17 @@ unpacked last: they have the longest time to be copied out and back, and take me
 time. So the first values that a schedule keeps are offloaded, as many as the link can take during
 forward. They are fetched as backward frees the memory of the last, early enough to be there when
 they are unpacked.
+
+Where a step runs several compiled graphs, each hides its own copies: of each the first values.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import uses_under
@@ -117,6 +120,14 @@ class _Variants:
         assert link is not None
         sizes = [self._size(op) for op in schedule.offloaded]
         offloaded, largest = sum(sizes), max(sizes)
+        if self._graph.calls:  # each begins to fetch with its backward
+            by_call = Counter[int]()
+            for op in schedule.offloaded:
+                by_call[self._graph.call_of(op)] += self._size(op)
+            most = max(by_call.values())
+            for ahead in sorted({max(round(most * share), largest) for share in aheads}):
+                yield Schedule(schedule.kept, schedule.offloaded, offloaded, ahead)
+            return
         needed = self._first_unpack(schedule)
         for ahead in sorted({max(round(offloaded * share), largest) for share in aheads}):
             for lead in leads:
@@ -124,12 +135,12 @@ class _Variants:
                 begin = self._tickets_left(schedule, bisect_left(self._clock, start))
                 yield Schedule(schedule.kept, schedule.offloaded, offloaded, ahead, begin)
 
-    def _capacity(self, ops: list[int]) -> int:
-        """How many of ``ops`` can be copied out during forward."""
+    def _capacity(self, ops: list[int], last: int | None = None) -> int:
+        """How many of ``ops`` can be copied out during forward, or until ``last`` has run."""
         link = self._graph.link
         assert link is not None
         ran = self._graph.tables.ran
-        end = self._clock[max(ran)]
+        end = self._clock[max(ran) if last is None else ran[last]]
         clock = 0.0
         for count, op in enumerate(ops):
             clock = max(clock, self._clock[ran[op]]) + self._size(op) / link.out_rate
@@ -171,7 +182,14 @@ class _Variants:
             and any(value in saved or uses[value] for value in graph.results[op])
         ]
         largest = max((self._size(op) for op in found), default=0)
-        return [op for op in found if self._size(op) * _SMALL >= largest]
+        found = [op for op in found if self._size(op) * _SMALL >= largest]
+        if not graph.calls:
+            return found
+        chosen = list[int]()
+        for first, end in pairwise((*graph.calls, len(graph.ops))):
+            own = [op for op in found if first <= op < end]
+            chosen += own[: self._capacity(own, end - 1)]
+        return chosen
 
     def _size(self, op: int) -> int:
         return sum(self._graph.values[value].nbytes for value in self._graph.results[op])

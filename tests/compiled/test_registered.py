@@ -14,9 +14,8 @@ from torch import Tensor, fx, nn
 import recollect
 from recollect._torch.bindings import quickest_call
 from recollect._torch.inductor import min_cut
-from recollect.compiled.registered import backend
-from recollect.compiled.straight import straight_line
-from recollect.compiled.views import fold_views
+from recollect.compiled.registered import backend, straight_line
+from recollect.compiled.rewrites import fold_views
 from tests._support import assert_identical, measure
 from tests.compiled._steps import Compiled, as_it_is
 
