@@ -93,28 +93,18 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a compiled graph that was noted.
+    """A call of a compiled graph that was noted."""
 
-    Args:
-        graph: The graph; None if it was not observed, or has no backward.
-        source: The key of the graph of dynamo.
-        inputs: The storages of its arguments; None for what is no tensor.
-        outputs: Those of its results.
-        site: The number of the compiled module that called it.
-        shapes: The shapes of its arguments.
-        sizes: Its dynamic sizes, by `symbol_of`.
-        again: Whether it was in backward, by a region that runs again: that may end halfway.
-        made: The numbers of the tangents that its backward makes, once that has run.
-    """
-
-    graph: SeenGraph | None
-    source: str
-    inputs: list[Any]
-    outputs: list[Any]
-    site: int
-    shapes: tuple[tuple[int, ...], ...] = ()
-    sizes: Mapping[Any, int] = field(default_factory=dict)
+    graph: SeenGraph | None  #: the graph; None if it was not observed, or has no backward
+    source: str  #: the key of the graph of dynamo
+    inputs: list[Any]  #: the storages of its arguments; None for what is no tensor
+    outputs: list[Any]  #: those of its results
+    site: int  #: the number of the compiled module that called it
+    shapes: tuple[tuple[int, ...], ...] = ()  #: the shapes of its arguments
+    sizes: Mapping[Any, int] = field(default_factory=dict)  #: its dynamic sizes, by `symbol_of`
+    #: Whether it was in backward, by a region that runs again: that may end halfway.
     again: bool = False
+    #: The numbers of the tangents that its backward makes, once that has run.
     made: list[int] = field(default_factory=list)
 
 
@@ -169,20 +159,14 @@ class Notes:
 
 @dataclass(eq=False)
 class Backend:
-    """Called by dynamo with a graph and its inputs. Compared by identity: dynamo shares code.
+    """Called by dynamo with a graph and its inputs. Compared by identity: dynamo shares code."""
 
-    Args:
-        compiler: The user's backend.
-        split: Splits joint graphs.
-        notes: Where it is noted what the compiled code does.
-        on_larger: Called when code with dynamic shapes runs on larger ones than it was split for.
-        on_copy: Called when a model with this code is copied: the copy has the same.
-    """
-
-    compiler: Compiler
-    split: ObservingSplit | PlannedSplit
-    notes: Notes
+    compiler: Compiler  #: the user's backend
+    split: ObservingSplit | PlannedSplit  #: splits joint graphs
+    notes: Notes  #: where it is noted what the compiled code does
+    #: Called when code with dynamic shapes runs on larger ones than it was split for.
     on_larger: Callable[[], None] | None = None
+    #: Called when a model with this code is copied: the copy has the same.
     on_copy: Callable[[], None] | None = None
     #: By the ranks of the tensors that graphs take: their largest sizes.
     _largest: dict[tuple[int, ...], list[tuple[int, ...]]] = field(default_factory=dict, repr=False)

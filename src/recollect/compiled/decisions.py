@@ -12,68 +12,45 @@ from recollect._version import __version__
 
 @dataclass(frozen=True)
 class Away:
-    """A tensor that forward saves on the host.
+    """A tensor that forward saves on the host."""
 
-    Args:
-        name: Of its node.
-        freed: The node of forward after which its memory on the device is free; empty: at its end.
-        fetched: The node of backward after which it begins to be fetched; empty: at once.
-    """
-
-    name: str
+    name: str  #: of its node
+    #: The node of forward after which its memory on the device is free; empty: at its end.
     freed: str
-    fetched: str
+    fetched: str  #: the node of backward after which it begins to be fetched; empty: at once
 
 
 @dataclass(frozen=True)
 class GraphDecision:
-    """What is saved of one joint graph.
+    """What is saved of one joint graph."""
 
-    Args:
-        key: Of the joint graph.
-        source: The key of the graph that dynamo made it from.
-        kept: The names of the nodes that forward saves for backward; None: as torch chooses.
-        variant: The number of the variant; sites of one variant share it.
-        sizes: The dynamic sizes that it was planned for.
-        away: The results of what is saved that are held on the host, in the order of forward.
-    """
-
-    key: str
-    source: str
+    key: str  #: of the joint graph
+    source: str  #: the key of the graph that dynamo made it from
+    #: The names of the nodes that forward saves for backward; None: as torch chooses.
     kept: tuple[str, ...] | None
-    variant: int = 0
-    sizes: tuple[int, ...] = ()
+    variant: int = 0  #: the number of the variant; sites of one variant share it
+    sizes: tuple[int, ...] = ()  #: the dynamic sizes that it was planned for
+    #: The results of what is saved that are held on the host, in the order of forward.
     away: tuple[Away, ...] = ()
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """The decisions for all graphs of a step.
+    """The decisions for all graphs of a step."""
 
-    Args:
-        graphs: Those that were planned.
-        sites: The paths of the compiled modules, each with its variant.
-        backend: The name of their backend.
-        target: The bytes that a graph which was not planned is solved for.
-        base: The bytes that are there throughout.
-        around: If there is one graph: the bytes that are held before its forward, before its
-            backward and after that, and are not its own; each with the most that there are.
-        returned: The bytes that its forward returns.
-        forwards: How often the step calls the first compiled module.
-        made: If there is one graph: the numbers of the tangents that its backward makes.
-        code: What was compiled to try the plan, for the model not to be compiled again; not part
-            of files.
-    """
-
-    graphs: tuple[GraphDecision, ...]
-    sites: tuple[tuple[str, int], ...]
-    backend: str
-    target: int
-    base: int
+    graphs: tuple[GraphDecision, ...]  #: those that were planned
+    sites: tuple[tuple[str, int], ...]  #: the paths of the compiled modules, each with its variant
+    backend: str  #: the name of their backend
+    target: int  #: the bytes that a graph which was not planned is solved for
+    base: int  #: the bytes that are there throughout
+    #: If there is one graph: the bytes that are held before its forward, before its backward and
+    #: after that, and are not its own; each with the most that there are.
     around: tuple[tuple[int, int], ...] = ()
-    returned: int = 0
-    forwards: int = 1
+    returned: int = 0  #: the bytes that its forward returns
+    forwards: int = 1  #: how often the step calls the first compiled module
+    #: If there is one graph: the numbers of the tangents that its backward makes.
     made: tuple[int, ...] = ()
+    #: What was compiled to try the plan, for the model not to be compiled again; not part of files.
     code: Any = field(default=None, compare=False, repr=False)
 
     @property

@@ -29,23 +29,14 @@ NOTHING_AROUND = ((0, 0), (0, 0), (0, 0))
 
 @dataclass(frozen=True)
 class Merged:
-    """The graph of a step, and where its calls are in it.
+    """The graph of a step, and where its calls are in it."""
 
-    Args:
-        graph: The step.
-        parts: By call of a compiled graph: what it adds to the step.
-        first: By call: the number of its first op.
-        values: By call: the number of its first value.
-        backward: By call: the first event of its backward.
-        gaps: The events around the calls.
-    """
-
-    graph: Graph
-    parts: Sequence[Part]
-    first: Sequence[int]
-    values: Sequence[int]
-    backward: Sequence[int]
-    gaps: Sequence[int]
+    graph: Graph  #: the step
+    parts: Sequence[Part]  #: by call of a compiled graph: what it adds to the step
+    first: Sequence[int]  #: by call: the number of its first op
+    values: Sequence[int]  #: by call: the number of its first value
+    backward: Sequence[int]  #: by call: the first event of its backward
+    gaps: Sequence[int]  #: the events around the calls
     #: By gap: the bytes that are held at its end, and the most in it, beside those of the graphs.
     around: Sequence[tuple[int, int]] = field(default=())
 

@@ -25,25 +25,15 @@ from recollect.planning.recording.step import TrainingStep
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """A step that ran with the split that torch chooses.
+    """A step that ran with the split that torch chooses."""
 
-    Args:
-        sites: The compiled modules.
-        called: What they call to run so again.
-        calls: The calls of graphs that have a backward, in the order of forward.
-        merged: The step as a graph.
-        torch_schedule: What torch keeps in it.
-        profile: The graph with what was measured.
-        forwards: How often it calls the first compiled module.
-    """
-
-    sites: Sequence[Site]
-    called: Called
-    calls: Sequence[Call]
-    merged: Merged
-    torch_schedule: Schedule
-    profile: Profile
-    forwards: int = 1
+    sites: Sequence[Site]  #: the compiled modules
+    called: Called  #: what they call to run so again
+    calls: Sequence[Call]  #: the calls of graphs that have a backward, in the order of forward
+    merged: Merged  #: the step as a graph
+    torch_schedule: Schedule  #: what torch keeps in it
+    profile: Profile  #: the graph with what was measured
+    forwards: int = 1  #: how often it calls the first compiled module
 
     def linked(self, link: Link | None) -> ObservedStep:
         """The same, with a link to the host."""

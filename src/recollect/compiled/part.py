@@ -32,39 +32,27 @@ _STATE = 16
 
 @dataclass(frozen=True)
 class Part:
-    """What one call of a compiled graph adds to a step.
+    """What one call of a compiled graph adds to a step."""
 
-    Args:
-        key: Of the joint graph.
-        ops: Those of forward, in order.
-        names: The names of their nodes.
-        values: The values that they make; value n has storage n.
-        dies: By value: the last event of forward that reads it; `FOREVER` if forward returns it.
-        saved: The values that backward reads, each with the event of backward that does.
-        forward: An event for each op.
-        backward: Events; their ``unpacks`` are numbers of ``saved``.
-        inputs: The positions of inputs that are read: by op, and by event of backward.
-        outputs: By position of an output of forward: the value that it shows.
-        results: By name of a node that is a value: the number of its op.
-        tangents: The bytes of each, with the last event of backward that reads it.
-        backward_names: The names of the nodes of ``backward``.
-        ends: By op: the name of the first node from it on that runs where it is in the graph, as
-            kernels of libraries do, and loops need not; empty: the end of forward.
-    """
-
-    key: str
-    ops: Sequence[Op]
-    names: Sequence[str]
-    values: Sequence[Value]
+    key: str  #: of the joint graph
+    ops: Sequence[Op]  #: those of forward, in order
+    names: Sequence[str]  #: the names of their nodes
+    values: Sequence[Value]  #: the values that they make; value n has storage n
+    #: By value: the last event of forward that reads it; `FOREVER` if forward returns it.
     dies: Sequence[int]
+    #: The values that backward reads, each with the event of backward that does.
     saved: Sequence[tuple[int, int]]
-    forward: Sequence[Event]
-    backward: Sequence[Event]
+    forward: Sequence[Event]  #: an event for each op
+    backward: Sequence[Event]  #: events; their ``unpacks`` are numbers of ``saved``
+    #: The positions of inputs that are read: by op, and by event of backward.
     inputs: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]
-    outputs: dict[int, int]
-    results: dict[str, int]
+    outputs: dict[int, int]  #: by position of an output of forward: the value that it shows
+    results: dict[str, int]  #: by name of a node that is a value: the number of its op
+    #: The bytes of each, with the last event of backward that reads it.
     tangents: Sequence[tuple[int, int]] = ()
-    backward_names: Sequence[str] = ()
+    backward_names: Sequence[str] = ()  #: the names of the nodes of ``backward``
+    #: By op: the name of the first node from it on that runs where it is in the graph, as kernels
+    #: of libraries do, and loops need not; empty: the end of forward.
     ends: Sequence[str] = ()
 
     @property

@@ -31,17 +31,11 @@ from recollect.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Site:
-    """A compiled module in a model.
+    """A compiled module in a model."""
 
-    Args:
-        path: Its name in the model.
-        module: The module.
-        compiler: What it was compiled with.
-    """
-
-    path: str
-    module: nn.Module
-    compiler: Compiler
+    path: str  #: its name in the model
+    module: nn.Module  #: the module
+    compiler: Compiler  #: what it was compiled with
 
 
 def has_sites(model: nn.Module) -> bool:

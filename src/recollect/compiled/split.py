@@ -24,19 +24,12 @@ Decide = Callable[[str, Joint], Collection[str]]
 
 @dataclass(frozen=True)
 class SeenGraph:
-    """A joint graph that was split.
+    """A joint graph that was split."""
 
-    Args:
-        key: Of the joint graph.
-        joint: The graph.
-        saved: The nodes of the results that forward saves for backward.
-        torch_saves: The same as torch would split it.
-    """
-
-    key: str
-    joint: Joint
-    saved: Sequence[fx.Node]
-    torch_saves: Sequence[fx.Node]
+    key: str  #: of the joint graph
+    joint: Joint  #: the graph
+    saved: Sequence[fx.Node]  #: the nodes of the results that forward saves for backward
+    torch_saves: Sequence[fx.Node]  #: the same as torch would split it
 
 
 class ObservingSplit:

@@ -41,15 +41,10 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a step holds, in bytes that were allocated since it began.
+    """What a step holds, in bytes that were allocated since it began."""
 
-    Args:
-        stretches: Before each call of a compiled graph, and after the last.
-        peak: The most at any time, inside of the graphs too.
-    """
-
-    stretches: Sequence[Stretch]
-    peak: int
+    stretches: Sequence[Stretch]  #: before each call of a compiled graph, and after the last
+    peak: int  #: the most at any time, inside of the graphs too
 
 
 def measured_timeline(run: Callable[[], Any], device: torch.device) -> Timeline | None:
