@@ -72,7 +72,7 @@ class Applied(Installed):
         super().__init__(model)
         self.plan = plan
         code: Code | None = step.code
-        if code is None or not code.is_for(self.sites):
+        if code is None or [*code.called] != [site.module for site in self.sites]:
             code = make_code(step, self.sites)
         fused = self.sites[0].compiler.is_fused
         for split in code.splits:
@@ -104,10 +104,6 @@ class Code:
     called: Called
     splits: Sequence[PlannedSplit]
     notes: Notes
-
-    def is_for(self, sites: Sequence[Site]) -> bool:
-        """Whether it is for these modules."""
-        return [*self.called] == [site.module for site in sites]
 
 
 def make_code(step: CompiledStep, sites: Sequence[Site]) -> Code:

@@ -26,7 +26,6 @@ from recollect._torch.inductor import (
     drop_compiled,
     function_of,
     is_compiled_here,
-    method_settings,
     settings_in,
 )
 from recollect.checks.place import WarnOnce, warn_user
@@ -34,8 +33,9 @@ from recollect.compiled.applied import Applied, Installed
 from recollect.compiled.backend import Backend, Call, Compiler, Notes
 from recollect.compiled.joint import Joint
 from recollect.compiled.loop import LoopSteps
-from recollect.compiled.loop_planner import LoopPlanner, observed_calls
+from recollect.compiled.loop_planner import LoopPlanner, observed_loop
 from recollect.compiled.merge import merge_alone
+from recollect.compiled.observe import merged_calls
 from recollect.compiled.part import NodeCosts, make_part
 from recollect.compiled.planner import can_offload
 from recollect.compiled.sites import Called, called_now, install, model_name, prepare, wrapped
@@ -63,33 +63,6 @@ _FUTILE = 8
 _MEASURED = 4
 #: How many plans are compiled.
 _COMPILES = 3
-
-
-class CompiledMethod(nn.Module):
-    """A compiled method of a module, as a module that is compiled: it can be planned for.
-
-    Args:
-        module: The module.
-        method: What ``torch.compile`` returned for the method.
-    """
-
-    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module = module
-        self.train(module.training)
-        found = method_settings(method)
-        assert found is not None
-        self._method, *settings = found
-        compile_in_place(self, *settings)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method."""
-        return self._method(*args, **kwargs)
-
-
-def is_compiled_method(method: Any) -> bool:
-    """Whether ``torch.compile`` has returned it."""
-    return method_settings(method) is not None
 
 
 def fit_lazily(
@@ -307,9 +280,9 @@ class LazyFit(Installed):
         base = self._steps.updates.base_bytes(model, self._steps.gradients)
         costs = NodeCosts(self._device)
         self._progress("planning the step of the loop", 0.0)
-        observed = observed_calls(self._calls, self.sites, timeline, base, costs, self._forwards)
-        if self._offloads:
-            observed = observed.linked(measured_link(self._device))
+        link = measured_link(self._device) if self._offloads else None
+        merged = merged_calls(self._calls, self.sites, timeline, base, costs)
+        observed = observed_loop(self._calls, self.sites, merged, link, self._forwards)
         peak = base + timeline.peak
         planner = LoopPlanner.of_loop(
             model, observed, self._state, self._steps.gradients, peak, self._progress
@@ -374,10 +347,7 @@ class LazyFit(Installed):
         self._applied.code.notes.calls = self._notes.calls = None
         self._planner = None
         self._calls = []
-        install(wrapped(called_now(self.sites), self._bare))
-
-    def _bare(self, number: int, _: Any) -> Callable[..., Any]:
-        return self._functions[number]
+        install(wrapped(called_now(self.sites), lambda number, _: self._functions[number]))
 
     def _give_up(self) -> None:
         model = self._model()

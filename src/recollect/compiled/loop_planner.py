@@ -13,13 +13,11 @@ from torch import nn
 from recollect.compiled.applied import Code
 from recollect.compiled.backend import Call
 from recollect.compiled.decisions import CompiledStep
-from recollect.compiled.merge import saved_schedule, unmodelled_bytes
-from recollect.compiled.observe import ObservedStep, merged_calls, saves_of
-from recollect.compiled.part import NodeCosts
+from recollect.compiled.merge import Merged, saved_schedule, unmodelled_bytes
+from recollect.compiled.observe import ObservedStep, saves_of
 from recollect.compiled.planner import WORTH, CompiledPlanner, CompiledTrials
 from recollect.compiled.sites import Site
-from recollect.compiled.timeline import Timeline
-from recollect.graph.graph import Schedule
+from recollect.graph.graph import Link, Schedule
 from recollect.graph.simulate import simulate
 from recollect.planning.plan import Plan
 from recollect.planning.progress import Progress
@@ -144,16 +142,11 @@ class LoopPlanner(CompiledPlanner):
         return self.last.schedule in self.trials.code
 
 
-def observed_calls(
-    calls: Sequence[Call],
-    sites: Sequence[Site],
-    timeline: Timeline,
-    base: int,
-    costs: NodeCosts,
-    forwards: int,
+def observed_loop(
+    calls: Sequence[Call], sites: Sequence[Site], merged: Merged, link: Link | None, forwards: int
 ) -> ObservedStep:
-    """A step of the loop: its calls of compiled graphs, and what it held around them."""
-    merged = merged_calls(calls, sites, timeline, base, costs)
+    """A step of the loop. ``link``: that to the host; ``forwards``: as in `ObservedStep`."""
+    merged = replace(merged, graph=replace(merged.graph, link=link))
     saves = saves_of(calls, lambda graph: graph.torch_saves)
     torchs = saved_schedule(merged, saves)
     outcome = simulate(merged.graph, torchs)

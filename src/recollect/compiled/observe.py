@@ -35,12 +35,6 @@ class ObservedStep:
     profile: Profile  #: the graph with what was measured
     forwards: int = 1  #: how often it calls the first compiled module
 
-    def linked(self, link: Link | None) -> ObservedStep:
-        """The same, with a link to the host."""
-        graph = replace(self.merged.graph, link=link)
-        merged, profile = replace(self.merged, graph=graph), replace(self.profile, graph=graph)
-        return replace(self, merged=merged, profile=profile)
-
     @property
     def site_of(self) -> list[int]:
         """By call: the number of its compiled module."""

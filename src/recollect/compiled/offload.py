@@ -48,7 +48,7 @@ def offload(
         away: What to hold on the host.
         fused: Whether Inductor compiles the halves.
     """
-    is_kernel = kernel_test() if fused else _any
+    is_kernel = kernel_test() if fused else lambda _: True
     given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     returned = returned_by(forward)
     saved = {each.name: each for each in returned[outputs:] if isinstance(each, fx.Node)}
@@ -120,17 +120,8 @@ def _end_of(node: fx.Node, is_kernel: _Test) -> fx.Node:
 def _insert_after(node: fx.Node, op: Any, args: tuple[Any, ...]) -> fx.Node:
     with node.graph.inserting_after(node):
         made = node.graph.call_function(op, args)
-    made.meta["val"] = op(*tree_map_only(fx.Node, _value, args))
+    made.meta["val"] = op(*tree_map_only(fx.Node, lambda each: each.meta["val"], args))
     return made
-
-
-def _value(node: fx.Node) -> torch.Tensor:
-    value: torch.Tensor = node.meta["val"]
-    return value
-
-
-def _any(_: fx.Node) -> bool:
-    return True
 
 
 # --- the ops -------------------------------------------------------------------------------------
@@ -229,15 +220,13 @@ def _define(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]
     return getattr(torch.ops.recollect, name).default
 
 
-def _fake_send(source: Tensor) -> Tensor:
-    return _like(source, torch.device("cpu"))
-
-
 def _fake_arrived(_: Tensor, target: Tensor) -> Tensor:
     return target
 
 
-SEND = _define("send(Tensor source) -> Tensor", _send, _fake_send)
+SEND = _define(
+    "send(Tensor source) -> Tensor", _send, lambda source: _like(source, torch.device("cpu"))
+)
 SENT = _define("sent(Tensor source, Tensor(a) host) -> Tensor(a)", _arrived, _fake_arrived)
 FETCH = _define("fetch(Tensor host, Device device) -> Tensor", _fetch, _like)
 FETCHED = _define("fetched(Tensor host, Tensor(a) tensor) -> Tensor(a)", _arrived, _fake_arrived)

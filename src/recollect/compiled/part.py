@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Part:
     #: The values that backward reads, each with the event of backward that does.
     saved: Sequence[tuple[int, int]]
     forward: Sequence[Event]  #: an event for each op
-    backward: Sequence[Event]  #: events; their ``unpacks`` are numbers of ``saved``
+    backward: Sequence[Event]  #: an event for each kernel
     #: The positions of inputs that are read: by op, and by event of backward.
     inputs: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]
     outputs: dict[int, int]  #: by position of an output of forward: the value that it shows
@@ -100,16 +100,15 @@ class _Maker:
                 outputs[position] = self.number[base]
                 dies[self.number[base]] = FOREVER
         ops = self._ops(read_by)
-        saved = self._saved()
         return Part(
             key=self.key,
             ops=ops,
             names=[node.name for node in self.ours],
             values=self.values,
             dies=dies,
-            saved=saved,
+            saved=self._saved(),
             forward=[Event(op.seconds, 0, op.workspace, at) for at, op in enumerate(ops)],
-            backward=self._backward(saved),
+            backward=self._backward(),
             inputs=(self._inputs(self.ours), self._inputs(self.theirs)),
             outputs=outputs,
             results={node.name: self.values[n].op for node, n in self.number.items()},
@@ -188,21 +187,11 @@ class _Maker:
                 found.append((self.number[base], len(self.theirs) - 1))
         return sorted(set(found), key=lambda pair: (pair[0], -pair[1]))
 
-    def _backward(self, saved: Sequence[tuple[int, int]]) -> list[Event]:
-        unpacked: dict[int, list[int]] = defaultdict(list)
-        for number, (_, at) in enumerate(saved):
-            unpacked[at].append(number)
-        events = []
-        for at, event in enumerate(self._own_events()):
-            numbers = tuple(unpacked[at])
-            events.append(replace(event, unpacks=numbers, frees=numbers))
-        return events
-
     def _tangents(self) -> list[tuple[int, int]]:
         last = {read: at for at, node in enumerate(self.theirs) for read in self.reads[node]}
         return [(nbytes_of(node), last.get(node, -1)) for node in self.joint.tangents]
 
-    def _own_events(self) -> list[Event]:
+    def _backward(self) -> list[Event]:
         """The kernels of backward, with the bytes that backward itself makes."""
         joint, theirs = self.joint, self.theirs
         ends: dict[fx.Node, int] = {}

@@ -72,8 +72,9 @@ def find_sites(model: nn.Module) -> list[Site]:
             backend = backend_in(compiler_context(module))
             compiler = Compiler.of(backend)
             if compiler is None:
+                which = f"its {path}" if path else "it"
                 raise ValueError(
-                    f"model: {_named(path)} is compiled with backend="
+                    f"model: {which} is compiled with backend="
                     f"{backend_name(backend)!r}, which does not support plans. Compile it with "
                     "backend='inductor' (the default), 'recollect' or 'aot_eager'"
                 )
@@ -93,10 +94,6 @@ def _check_torch() -> None:
             f"{torch.__version__} ({error}). Plan for the model that it was made from, which needs "
             "nothing of the compiler"
         ) from error
-
-
-def _named(path: str) -> str:
-    return f"its {path}" if path else "it"
 
 
 #: What compiled modules call.

@@ -14,7 +14,8 @@ except ImportError as error:
         "recollect.integrations.lightning needs lightning: pip install 'recollect[lightning]'"
     ) from error
 
-from recollect.compiled.lazy import CompiledMethod, LazyFit, is_compiled_method
+from recollect._torch.inductor import compile_in_place, method_settings
+from recollect.compiled.lazy import LazyFit
 from recollect.modules import OPTIONS, bound_to, copy_signature, unwrap_module
 from recollect.planning.api import fit, lazy_runner
 from recollect.planning.budget import check_budget
@@ -67,7 +68,7 @@ class Fit(Callback):
         self._options: dict[str, Any] = {"offload": offload, "progress": progress}
         self._runner: Runner | LazyFit | None = None
         #: Its ``training_step`` as a module, if that is compiled.
-        self._compiled: CompiledMethod | None = None
+        self._compiled: _CompiledMethod | None = None
         #: A ``training_step`` that was set on the module itself.
         self._own_step: Callable[..., Any] | None = None
         #: The module that was named, once it is fitted.
@@ -98,9 +99,11 @@ class Fit(Callback):
                 f"Fit(budget, module=...), one of {names}"
             )
         self._own_step = vars(pl_module).get(_STEP)
-        if is_compiled_method(self._own_step):  # the trainer was given torch.compile(module)
+        if (
+            method_settings(self._own_step) is not None
+        ):  # the trainer was given torch.compile(module)
             assert self._own_step is not None
-            method = self._compiled = CompiledMethod(pl_module, self._own_step)
+            method = self._compiled = _CompiledMethod(pl_module, self._own_step)
             fit(method, budget=self._budget, **self._options)
             pl_module.training_step = copy_signature(self._own_step, _called(method))
             return
@@ -148,7 +151,24 @@ class Fit(Callback):
         return found
 
 
-def _called(method: CompiledMethod) -> Callable[..., Any]:
+class _CompiledMethod(nn.Module):
+    """A compiled method of a module, as a module that is compiled: it can be planned for."""
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.train(module.training)
+        found = method_settings(method)
+        assert found is not None
+        self._method, *settings = found
+        compile_in_place(self, *settings)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        return self._method(*args, **kwargs)
+
+
+def _called(method: _CompiledMethod) -> Callable[..., Any]:
     def training_step(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
 
