@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 import torch
@@ -255,6 +255,16 @@ def test_the_peak_is_among_the_columns():
     assert len(points) <= 50
     highest = max(graph.base + fixed + sum(levels) for _, fixed, levels in points)
     assert highest == simulate_plain(graph).peak
+
+
+def test_a_spike_ends_where_the_curve_says():
+    graph = graph_of("decoder")
+    curve = simulate_plain(graph, curve=True).curve
+    points = stacked(graph, None, [0] * len(graph.ops), 100).points
+    assert len(points) <= 100
+    drawn = [(seconds, graph.base + fixed + sum(levels)) for seconds, fixed, levels in points]
+    spans = groupby(curve, lambda point: min(int(point[0] / (curve[-1][0] / 50)), 49))
+    assert {[*span][-1] for _, span in spans} <= set(drawn)
 
 
 def test_copies_are_those_of_the_schedule_one_after_the_other():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from operator import add
 from typing import NamedTuple
 
@@ -233,25 +233,31 @@ class StackedStep(NamedTuple):
 
 
 def stacked(
-    graph: Graph, schedule: Schedule | None, bands: Sequence[int], columns: int
+    graph: Graph, schedule: Schedule | None, bands: Sequence[int], most: int
 ) -> StackedStep:
     """The step under ``schedule``, as for `simulate`. ``bands``: by op, the band of its results.
 
-    In each of ``columns`` equal spans of time, the highest point of the curve is taken.
+    There are at most ``most`` points.
     """
     run = Playback(graph, schedule, tables=Tables(_packed(graph, bands)))
     points = [*_points(run, bands)]
-    width = run.clock / columns or 1.0
-    highest: dict[int, tuple[int, _Point]] = {}
-    for seconds, fixed, levels in points:
-        column, total = min(int(seconds / width), columns - 1), fixed + sum(levels)
-        if column not in highest or total > highest[column][0]:
-            highest[column] = total, (seconds, fixed, levels)
     copies = [
         [Copy(start, end, graph.values[value].nbytes) for start, end, value in way]
         for way in (run.out, run.back)
     ]
-    return StackedStep([point for _, point in highest.values()], *copies)
+    return StackedStep([*_seen(points, run.clock, most // 2)], *copies)
+
+
+def _seen(points: list[_Point], end: float, spans: int) -> Iterator[_Point]:
+    """The highest and the last point in each of equal spans of time.
+
+    The last one ends a spike, which otherwise seems to last until the next span.
+    """
+    width = end / spans or 1.0
+    for _, span in groupby(points, lambda point: min(int(point[0] / width), spans - 1)):
+        *others, last = span
+        highest = max((*others, last), key=lambda point: point[1] + sum(point[2]))
+        yield from [highest] if highest is last else [highest, last]
 
 
 def _points(run: Playback, bands: Sequence[int]) -> Iterator[_Point]:

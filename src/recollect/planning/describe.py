@@ -43,8 +43,8 @@ _CLEAR_GRADIENTS = (
 )
 #: How many points of a curve are shown.
 _POINTS = 1000
-#: In how many columns memory by module is drawn.
-_COLUMNS = 360
+#: The same of memory by module.
+_STACKED_POINTS = 720
 #: The spread of times from which on a note says so.
 _NOTABLE_SPREAD = 0.1
 
@@ -119,7 +119,7 @@ def stack_of(
     drawn = _drawn_time(outcome)
     made = [sum(graph.values[value].nbytes for value in each) for each in graph.results]
     names, bands = bands_of([op.path for op in graph.ops], made)
-    step = stacked(graph, schedule, bands, _COLUMNS)
+    step = stacked(graph, schedule, bands, _STACKED_POINTS)
     levels = zip(*(levels for _, _, levels in step.points), strict=True)
     stack = Stack(
         tuple(float(f"{drawn(seconds):.7g}") for seconds, _, _ in step.points),
