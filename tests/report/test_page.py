@@ -120,6 +120,8 @@ def test_the_sentence_says_it_in_plain_words():
         "A step can run in as little as 5.20 GiB, 38.1% of the 13.66 GiB of the plain step, and "
         "then takes 31.2% longer."
     )
+    close = replace(PICTURE, gap=0.0004)
+    assert summary(close).endswith("8.1% longer. No plan that fits is faster by more than 0.1%.")
     least = replace(PICTURE, predicted_time=PICTURE.plain_time, gap=0.0)
     assert summary(least).endswith("and takes the same time. No plan that fits is faster.")
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from recollect.report.plan_report import Point
 from recollect.report.rows import Row
 from recollect.report.table import frontier_table, table
 from tests.report._pictures import GIB, MIB, frontier_only, realistic
@@ -110,6 +111,18 @@ def test_a_frontier_has_a_row_for_each_point_and_no_budget():
     assert len(lines) == 2 + len(picture.points)
     assert words(lines[2]) == "plan for 5.20 GiB 5.20 GiB 38.1% 472 ms +31.2%"
     assert words(lines[-1]) == "plain 13.66 GiB 100.0% 360 ms 0% no plan"
+
+
+def test_plans_that_are_close_to_each_other_are_not_listed_in_a_terminal():
+    few = frontier_only(PICTURE)
+    plans = tuple(Point("plan", 6 * GIB + n * MIB, 0.4 - n * 1e-4) for n in range(300))
+    points = (*plans, *few.points)
+    _, _, rows, note = frontier_table(replace(few, points=points)).split("\n\n")
+    _, _, *shown = rows.splitlines()
+    assert sum(row.startswith("plan ") for row in shown) <= 24
+    assert note == f"{len(points) - len(shown)} more plans lie between these. The page shows all."
+    others = [point.name for point in points if point.kind != "plan"]
+    assert all(any(row.startswith(name) for row in shown) for name in others)
 
 
 def test_what_is_not_known_is_left_out():

@@ -210,9 +210,13 @@ def list_points(trials: Trials, frontier: Iterable[Solution]) -> list[Point]:
         is_priced = all(each in graph.module_costs for each in schedule.modules)
         every = schedule if is_priced else Schedule(schedule.kept)
         and_products = Schedule(schedule.kept | expensive_ops(graph))
-        for name, each in (("every block", every), ("every block, products kept", and_products)):
+        by_hand = {
+            "checkpoint every block": every,
+            "checkpoint, products kept": and_products,
+        }
+        for name, each in by_hand.items():
             outcome = simulate(graph, each)
-            points.append(Point(f"{name} (simulated)", outcome.peak, outcome.seconds, "baseline"))
+            points.append(Point(name, outcome.peak, outcome.seconds, "baseline"))
     return points
 
 
@@ -234,19 +238,26 @@ def list_rows(graph: Graph, schedule: Schedule) -> tuple[Row, ...]:
     return tuple(rows)
 
 
+def assumptions(trials: Trials) -> list[str]:
+    """Say what the figures take for granted."""
+    notes = []
+    if trials.step.device.type == "meta" and not torch.cuda.is_available():
+        notes.append("Times are those of this machine's CPU: read them as ratios.")
+    if not trials.step.holds_output:
+        notes.append("The plan assumes that the loop frees the model's output before backward.")
+    return notes
+
+
 def list_notes(trials: Trials, candidate: Candidate, spread: float) -> tuple[str, ...]:
     """Say how the figures came about."""
     notes = [candidate.remark] if candidate.remark else []
     if not trials.profile.can_run:
         notes.append("The step was not run under this plan: all figures are predicted.")
-        if trials.step.device.type == "meta" and not torch.cuda.is_available():
-            notes.append("Times are those of this machine's CPU: read them as ratios.")
     else:
         notes.append("The peak was measured: the step was run under this plan.")
         if trials.profile.timing is None:
             notes.append("There was no room for the plain step: its figures are predicted.")
-    if not trials.step.holds_output:
-        notes.append("The plan assumes that the loop frees the model's output before backward.")
+    notes += assumptions(trials)
     if spread >= _NOTABLE_SPREAD:
         notes.append(
             f"Timings vary by {spread:.0%} between samples of the same work. So times, and "

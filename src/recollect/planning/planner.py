@@ -28,6 +28,7 @@ from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.budget import IF_SHAPES_VARY, resolve_budget
 from recollect.planning.describe import (
     HELD_GRADIENTS,
+    assumptions,
     infeasible_text,
     list_notes,
     list_parts,
@@ -442,9 +443,9 @@ class Planner:
         outcome = simulate(self.graph, least.schedule, curve=True)
         outcome = replace(outcome, seconds=least.outcome.seconds)
         figures = self._figures(None, outcome.peak, outcome.seconds)
-        note = "Without a budget: the curves are plain, and the plan of the lowest peak."
         report = make_report(self.trials, least.schedule, outcome, figures)
-        return replace(report, points=tuple(self.points()), notes=(note,))
+        notes = tuple(assumptions(self.trials))
+        return replace(report, points=tuple(self.points()), notes=notes)
 
 
 def _features_of(schedule: Schedule) -> tuple[bool, bool, float]:

@@ -68,9 +68,10 @@ def plan_data(report: PlanReport) -> dict[str, Any]:
 
 def steps_of(report: PlanReport) -> tuple[_Step, ...]:
     """The plain step and the planned one: name, kind, curve, marks and stack."""
+    name = "plan of the least peak" if report.budget is None else "with the plan"
     return (
         ("plain", "before", report.before, report.before_marks, report.before_stack),
-        ("with the plan", "after", report.after, report.after_marks, report.after_stack),
+        (name, "after", report.after, report.after_marks, report.after_stack),
     )
 
 

@@ -208,6 +208,8 @@ def summary(report: PlanReport) -> str:
         return f"{text}."
     if report.gap <= 0:
         return f"{text}. No plan that fits is faster."
+    if report.gap < 0.0005:
+        return f"{text}. No plan that fits is faster by more than 0.1%."
     return (
         f"{text}. No plan that fits can take less than {seconds_text(report.bound_time)}: "
         f"this one is predicted to be within {percent_text(report.gap)} of that."

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 
-from recollect.report.plan_report import Figure, PlanReport, figures, heading, point_cells
+from recollect.report.plan_report import Figure, PlanReport, Point, figures, heading, point_cells
 from recollect.report.rows import FATES, Row, Sum, common_text, grouped, sums_of
 from recollect.report.units import bytes_text, percent_text, seconds_text
 
@@ -15,6 +16,8 @@ _NAME = 34
 #: How wide a table of modules may be.
 _TABLE = 100
 _LINES = 40
+#: How many plans of a frontier there may be.
+_PLANS = 24
 
 _NO_MODULE = "(no module)"
 _TITLES = {"input": "inputs"}
@@ -128,14 +131,33 @@ def table(report: PlanReport) -> str:
 
 def frontier_table(report: PlanReport) -> str:
     """The plans of a frontier and the baselines, the lowest peak first."""
+    shown = _spread_out(sorted(report.points, key=lambda point: (point.peak, point.seconds)))
     lines = [
         (_short(point.name), *point_cells(point, report), _KINDS.get(point.kind, point.kind))
-        for point in sorted(report.points, key=lambda point: (point.peak, point.seconds))
+        for point in shown
     ]
     header = ("", "peak", "of plain", "step", "vs plain", "")
     text = columns(header, lines, left=("",)) if lines else "There is no plan."
-    head = head_text(heading(report), figures(report))
-    return "\n\n".join([head, text, *map(wrapped, report.notes)])
+    notes = list(report.notes)
+    if left := len(report.points) - len(shown):
+        notes.insert(0, f"{left} more plans lie between these. The page shows all.")
+    return "\n\n".join([head_text(heading(report), figures(report)), text, *map(wrapped, notes)])
+
+
+def _spread_out(points: Sequence[Point]) -> list[Point]:
+    """The points, in the order of their peaks, without plans that are close to another one."""
+    if not points:
+        return []
+    apart = (points[-1].peak - points[0].peak) / _PLANS
+    shown: list[Point] = []
+    last = -math.inf
+    for point in points:
+        if point.kind == "plan":
+            if point.peak < last + apart:
+                continue
+            last = point.peak
+        shown.append(point)
+    return shown
 
 
 def head_text(title: str, found: Sequence[Figure]) -> str:
