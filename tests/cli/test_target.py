@@ -2,10 +2,12 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import recollect
 from recollect.cli import main
 from tests.cli._commands import JOB, printed, refused
 
@@ -77,8 +79,12 @@ def test_a_model_that_cannot_be_planned_is_said_in_a_sentence(capsys):
 
 @pytest.mark.parametrize("target", ["job:broken", "job:broken_forward"])
 def test_errors_of_the_code_of_the_user_stay_what_they_are(target):
-    with pytest.raises(ValueError, match="not ours"):
+    with pytest.raises(ValueError, match="not ours") as caught:
         main(["plan", target, "--budget", "0.5"])
+    ours = Path(recollect.__file__).parent
+    shown = [str(entry.path) for entry in caught.traceback]
+    assert sum(path.startswith(str(ours)) for path in shown) <= 2  # where it was called
+    assert shown[-1].endswith("job.py")
 
 
 def test_a_module_that_imports_what_is_not_there_shows_where():

@@ -95,6 +95,15 @@ def test_the_plan_is_told_in_a_line(bars: list[Bar], capsys: Any) -> None:
     )
 
 
+def test_a_step_that_needs_no_plan_is_told(bars: list[Bar], capsys: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    recollect.fit(model, torch.randn(64, 8), "20GiB", progress=True)
+    assert bars
+    line = capsys.readouterr().err.splitlines()[-1]
+    said = r"the plain step takes [\d.]+ KiB, within the budget of 20.00 GiB: it runs plain"
+    assert re.fullmatch(f"recollect: {said}", line)
+
+
 def test_without_progress_nothing_is_printed(capsys: Any) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     recollect.fit(model, torch.randn(64, 8), "100%")

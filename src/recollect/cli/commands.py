@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import recollect
+from recollect.checks.place import hide_own_frames
 from recollect.cli.demo import demo
 from recollect.cli.doctor import doctor
 from recollect.cli.screen import Status, UsageError, say
@@ -54,8 +55,9 @@ def run(arguments: Namespace) -> int:
         code, text = _USAGE, str(error)
     except InfeasibleBudget as error:
         code, text = _FAILED, f"{error}\nThe least that works:  --budget {error.least}"
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:
         if not _names_an_argument(error):
+            hide_own_frames(error)
             raise
         code, text = _FAILED, str(error)
     except KeyboardInterrupt:
@@ -66,6 +68,8 @@ def run(arguments: Namespace) -> int:
 
 def _names_an_argument(error: Exception) -> bool:
     """Whether recollect itself raised ``error``, about an argument."""
+    if not isinstance(error, (TypeError, ValueError, RuntimeError)):
+        return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_ours = str(frame.f_globals.get("__name__")).startswith("recollect.")
     return is_ours and _ARGUMENT.match(str(error)) is not None

@@ -53,6 +53,9 @@ def tell_plan(plan: Plan, took: float, progress: Progress) -> None:
     slower = plan.predicted_time / plan.plain_time - 1 if plan.plain_time else 0.0
     peaks = f"{bytes_text(plan.plain_peak)} -> {bytes_text(plan.predicted_peak)}"
     text = f"{peaks}, step {100 * slower:+.0f}%, {took:.1f} s to plan"
+    if plan.plain_peak <= min(plan.budget, plan.predicted_peak):
+        plain, budget = bytes_text(plan.plain_peak), bytes_text(plan.budget)
+        text = f"the plain step takes {plain}, within the budget of {budget}: it runs plain"
     if plan.rivals:
         text += f"; {1 + len(plan.rivals)} ways to do so take turns at first, and the fastest stays"
     _log.info("recollect: %s", text)
