@@ -243,8 +243,8 @@ def assumptions(trials: Trials) -> list[str]:
     notes = []
     if trials.step.device.type == "meta" and not torch.cuda.is_available():
         notes.append(
-            "Times are those of this machine's CPU. On a GPU other choices may be faster: plan again "
-            "where you train."
+            "Times are those of this machine's CPU. On a GPU other choices may be faster: plan "
+            "again where you train."
         )
     if not trials.step.holds_output:
         notes.append("The plan assumes that the loop frees the model's output before backward.")
