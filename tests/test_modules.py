@@ -673,6 +673,26 @@ def test_a_wrapped_module_dies_when_dropped(used):
     assert [ref() for ref in alive] == [None, None]
 
 
+@pytest.mark.parametrize("has_forward", [False, True])
+def test_a_class_whose_modules_were_wrapped_dies_when_dropped(has_forward):
+    """And with it what its functions hold: a class may be defined in a function, for one model."""
+
+    class Local(nn.Linear):
+        pass
+
+    modules = [Local(2, 2), Local(2, 2)]
+    for module in modules:
+        if has_forward:
+            module.forward = functools.partial(Local.forward, module)
+        recollect.checkpointed(module)
+        module(torch.ones(1, 2)).sum().backward()
+    assert type(modules[0]) is type(modules[1])
+    alive = weakref.ref(Local)
+    del Local, module, modules
+    gc.collect()
+    assert alive() is None
+
+
 @pytest.mark.usefixtures("no_gc")
 def test_a_graph_keeps_the_module_until_backward():
     module = make()

@@ -115,23 +115,30 @@ class _Forwards:
         return functools.update_wrapper(forward, instance_forward)
 
 
-#: By class, and whether the instance has a ``forward`` of its own.
-_subclasses: dict[tuple[type, bool], type] = {}
-
 #: Attributes that a class does not inherit.
 _OF_A_CLASS = ("__module__", "__qualname__", "__doc__", "__annotations__", "__firstlineno__")
 
 
 def _checkpointed_class(base: type, *, has_forward: bool) -> type:
-    known = _subclasses.get((base, has_forward))
+    """The class of a checkpointed instance of ``base``: the one that others have, if there are any.
+
+    Only ``base`` itself knows of it: a table of classes would hold them, and with them all that
+    their functions hold.
+    """
+    known: Any = None
+    subclasses: list[Any] = type.__subclasses__(base)
+    for cls in subclasses:
+        of_instance = isinstance(vars(cls).get("forward"), _Forwards)
+        if cls.__bases__ == (_Checkpointed, base) and of_instance is has_forward:
+            known = cls
     if known is None:
         forward = _Forwards(base) if has_forward else _forward_of(base)
         names = {name: vars(base)[name] for name in _OF_A_CLASS if name in vars(base)}
         names |= {"__qualname__": base.__qualname__, "forward": forward}
-        known = _subclasses[base, has_forward] = type(base.__name__, (_Checkpointed, base), names)
+        known = type(base.__name__, (_Checkpointed, base), names)
     elif not has_forward and known.forward.__wrapped__ is not base.forward:  # type: ignore[attr-defined]
         copy_signature(base.forward, known.forward)  # type: ignore[attr-defined]
-    return known
+    return known  # type: ignore[no-any-return]
 
 
 def _forward_of(base: type) -> Callable[..., Any]:

@@ -523,6 +523,22 @@ def test_embedding_that_normalises_its_weight() -> None:
     assert_transparent(train, rerun)
 
 
+@ALL
+@pytest.mark.parametrize("calls", [1, 2])
+def test_rows_that_max_norm_scales_are_scaled_once(run: Run, calls: int) -> None:
+    """By rounding, a row that was scaled may still be too long: a rerun scaled it once more."""
+
+    def train(run: Run) -> Any:
+        torch.manual_seed(0)
+        embedding, scale = nn.Embedding(64, 16, max_norm=1.0), leaf(16)
+        region = lambda scale: (embedding(torch.arange(64)) * scale).sin()  # noqa: E731
+        outs = [run(region, scale) for _ in range(calls)]
+        torch.cat(outs).sum().backward()
+        return outs, scale.grad, embedding.weight.grad, embedding.weight
+
+    assert_transparent(train, run)
+
+
 def test_inference_tensors_are_passed_over() -> None:
     with torch.inference_mode():
         table = torch.ones(3)

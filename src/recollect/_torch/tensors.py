@@ -227,6 +227,16 @@ def overrides_torch(kind: Any) -> bool:
     return _overrides_ops(kind) or functions[0] not in functions[1:]
 
 
+def run_ops_themselves(types: Any) -> bool:
+    """Whether an op gets tensors of ``types``, of a dispatch mode, that no kernel may get.
+
+    Those have no memory of their own. Kernels run by `no_dispatch_modes` would crash.
+    """
+    return bool(types) and any(
+        each is not _pretending.kind and _overrides_ops(each) for each in types
+    )
+
+
 def _overrides_ops(kind: Any) -> bool:
     return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 

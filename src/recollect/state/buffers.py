@@ -116,6 +116,8 @@ class BufferState:
         self.others: list[_Tensor] = []
         for owner, name, writes in buffers:
             tensor = owner[name]
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor = tensor.detach()  # has its memory and its version
             if is_copyable(tensor):
                 self._watched.append(_Watched(f"buffer `{name}`", tensor, writes))
             elif isinstance(tensor, _Tensor):

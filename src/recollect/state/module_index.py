@@ -128,6 +128,8 @@ class ModuleIndex:
         self._unfinished: list[dict[str, Any]] = []
         #: The children of each module that is not scripted, by name.
         self.offspring: list[dict[str, Any]] = []
+        #: Dictionaries of parameters that a forward may change in place.
+        self.rewritten: list[dict[str, Any]] = []
         #: The recurrent layers.
         self.recurrent: list[ref[Any]] = []
         #: Parameters and buffers of scripted modules, which have no attributes.
@@ -150,7 +152,9 @@ class ModuleIndex:
     def _add_dictionaries(self, module: nn.Module) -> None:
         places = ("_parameters", "_buffers", "_modules")
         parameters, buffers, children = (module.__dict__[place] for place in places)
-        is_guarded = parameters and not _may_change_parameters(module)
+        is_rewritten = _may_change_parameters(module)
+        self.rewritten += [parameters] if is_rewritten else []
+        is_guarded = parameters and not is_rewritten
         if is_guarded:
             self.parameters.append(parameters)
         self._other_owners += [
@@ -216,9 +220,9 @@ def _functions_of(cls: type) -> list[FunctionType]:
 
 
 def _may_change_parameters(module: nn.Module) -> bool:
-    """Whether forward may change parameters in place.
+    """Whether forward may change parameters in place: ``max_norm`` scales embedding rows.
 
-    ``max_norm`` renormalizes embedding rows, which a rerun repeats without effect.
+    A rerun would scale them once more: a row that was scaled may still be too long, by rounding.
     """
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 

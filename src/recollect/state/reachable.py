@@ -38,7 +38,8 @@ from recollect.state.restorers import (
 )
 from recollect.state.rng import generator_types
 
-#: The buffers of a module, the name of one, and how it may be written to.
+#: The buffers of a module (or parameters that it changes), the name of one, and how it may be
+#: written to.
 BufferPlace = tuple[dict[str, Any], str, Writes]
 
 #: How far to go from object to object, and from global variables; how many to visit, how many items
@@ -211,6 +212,8 @@ class Reachable:
             self._add_buffers(attributes, index.writes)
         for each, writes in index.with_buffers:
             self._add_buffers(each, writes)
+        for owner in index.rewritten:
+            self.buffers += [(owner, name, Writes.HIDDEN) for name in [*owner]]
         self.communicates |= index.communicates
         leading = leading_values(attributes, index)
         if leading:

@@ -543,3 +543,43 @@ def test_ops_that_are_priced_by_their_shapes_have_a_workspace(
     step = TrainingStep(model, (batch.to("meta"),), {}, squares)
     assert simulate_plain(predict_step(step).graph).peak == plain
     assert all(each.timing is not None for each in prices._known.values())
+
+
+# --- tensors without memory -----------------------------------------------------------------------
+
+
+class Scaled(Tensor):
+    """A tensor without memory of its own, as quantized ones are: its values are ``inner * 2``."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Scaled:
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = [each.inner * 2 if isinstance(each, cls) else each for each in args]
+        return func(*values, **(kwargs or {}))
+
+
+class MakesScaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            noise = torch.mm(Scaled(x.detach()), torch.eye(16)).sin()
+        return self.linear(x + noise).sin()
+
+
+def test_no_kernel_gets_a_tensor_without_memory() -> None:
+    model = MakesScaled()
+    twin = copy.deepcopy(model)
+    recollect.fit(model, budget="1MiB")
+    for _ in range(3):
+        x = torch.randn(8, 16)
+        model(x).sum().backward()
+        twin(x).sum().backward()
+    assert_identical([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])

@@ -31,7 +31,7 @@ from recollect._torch.fsdp import Shards
 from recollect._torch.groups import MESSAGES
 from recollect._torch.modes import DispatchMode, active_saved_tensor_hooks, no_function_modes
 from recollect._torch.pytree import tree_leaves
-from recollect._torch.tensors import finds_shapes, storage_key
+from recollect._torch.tensors import finds_shapes, run_ops_themselves, storage_key
 from recollect.checks.place import source_line
 from recollect.planning.recording.batch import tensors_of_batch
 from recollect.planning.recording.prices import OpPrice, Prices
@@ -192,7 +192,7 @@ class TraceMode(DispatchMode):
             return op_info(func).call(*args, **kwargs)
         if has_dtensors(types):
             return NotImplemented
-        if finds_shapes():
+        if finds_shapes() or run_ops_themselves(types):
             return func(*args, **kwargs)
         with no_function_modes():
             return self._run(func, args, kwargs)
