@@ -177,7 +177,7 @@ def _checkpointed(target: Any, options: Options) -> Any:
 
 
 def unwrap(function_or_module: Any) -> Any:
-    """Undo ``checkpointed``: the same module with its own ``forward``, or the bare function."""
+    """Undo ``checkpointed``, ``fit`` or a plan: the same module or function as before."""
     if isinstance(function_or_module, nn.Module):
         return unwrap_module(function_or_module)
     if not isinstance(getattr(function_or_module, OPTIONS, None), Options):

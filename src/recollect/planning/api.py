@@ -121,7 +121,7 @@ def fit(
     another kind (another shape, accumulated gradients, unfrozen parameters) are traced in the same
     way, once for each kind.
 
-    If a process group exists, call it on every rank, like `plan`.
+    If a process group exists, call it on every rank, like `plan`. `recollect.unwrap` undoes it.
 
     Args:
         model: The model to train.

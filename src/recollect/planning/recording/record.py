@@ -208,7 +208,9 @@ def predict_step(step: TrainingStep, link: Link | None = None) -> Profile:
         text = str(error).partition("\n")[0]
         raise CannotPredict(
             f"model: the step of this {type(step.model).__name__} cannot be recorded without "
-            f"running it ({type(error).__name__}: {text})"
+            f"running it ({type(error).__name__}: {text}). If that is a mistake in the model or "
+            "its config, mend it; else its code depends on values: plan on the device that it "
+            "trains on"
         ) from error
     return _profile_of(step, prices, link, traced)
 
