@@ -64,6 +64,7 @@ def test_targets_that_cannot_be_used(capsys, target, said):
         ("job:pair", "make_batch, which should be a function from a size to a batch"),
         ("job:as_dict", "a dict without 'make_batch'. Have it  return model, make_batch"),
         ("job:make_model", "return model, make_batch"),
+        ("transformers:LlamaConfig", "is a config, and does not say how batches grow"),
     ],
 )
 def test_targets_without_a_function_that_makes_batches(capsys, target, said):

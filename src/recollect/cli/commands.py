@@ -134,6 +134,12 @@ def _target(arguments: Namespace) -> Target:
 
 
 def _largest(arguments: Namespace) -> _Result:
+    if is_config(arguments.target):
+        raise UsageError(
+            f"MODULE:FUNCTION: {arguments.target} is a config, and does not say how batches grow. "
+            "Write a function that makes the model on the meta device, and batches of any size:  "
+            "def build(): return model, make_batch"
+        )
     target = load_target(arguments.target, "make_batch")
     with Status(arguments.quiet) as status:
         found = recollect.largest_batch(
