@@ -24,6 +24,7 @@ from tests._support import (
     Run,
     assert_identical,
     assert_transparent,
+    gradients,
     leaf,
     plain,
     reentrant,
@@ -354,6 +355,32 @@ def test_generators_in_a_closure(run: Run, kind: Any) -> None:
         out = run(noisy, run(noisy, x))
         out.sum().backward()
         return out, x.grad, draw(generator)
+
+    assert_transparent(train, run)
+
+
+@ALL
+@pytest.mark.parametrize("decorated", [False, True])
+def test_a_generator_that_a_method_of_a_local_class_closes_over(run: Run, decorated: bool) -> None:
+    def train(run: Run) -> Any:
+        generator = torch.Generator().manual_seed(5)
+
+        def passing_on(forward: Any) -> Any:
+            def call(self: nn.Module, x: Tensor) -> Any:
+                return forward(self, x)
+
+            return call
+
+        class Noisy(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x * torch.randn(3, generator=generator)).sin()
+
+            forward = passing_on(forward) if decorated else forward
+
+        model, x = nn.Sequential(Noisy(3, 3), Noisy(3, 3)), leaf(2, 3)
+        for _ in range(2):
+            run(model, x).sum().backward()
+        return x.grad, gradients(model), generator.get_state()
 
     assert_transparent(train, run)
 

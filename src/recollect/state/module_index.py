@@ -16,7 +16,7 @@ from enum import Enum, auto
 from functools import partial
 from itertools import chain, islice
 from operator import is_
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 from weakref import ref
 
@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from recollect._torch.modules import BATCH_NORMS, is_torch_nn
 from recollect.state.module_settings import FIRST, INDEX_KEY, Place, Watched
+from recollect.state.restorers import CELL
 
 
 class Writes(Enum):
@@ -84,6 +85,8 @@ class ModuleIndex:
         self.watched = Watched(root.__dict__) if _may_have_settings(root) else None
         self._reset_searches()
         self._read_modules(_modules_below(root))
+        #: Variables of enclosing functions, where the classes are defined.
+        self.cells = _cells_of(self.functions)
         #: Dictionaries of parameters, buffers and children, if there are any: those of
         #: ``parameters`` first, those of children last. So one pass over their values serves all.
         self.owners = [*self.parameters, *self._other_owners, *self.children_dicts]
@@ -213,10 +216,29 @@ class ModuleIndex:
 
 
 def _functions_of(cls: type) -> list[FunctionType]:
-    """The functions of a class of modules that torch does not define."""
+    """The functions of a class of modules that torch does not define, and those they close over.
+
+    What a decorator returns calls the function that it was given.
+    """
     classes = [base for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"]
-    members = [member for base in classes for member in [*vars(base).values()]]
-    return list({id(m.__code__): m for m in members if type(m) is FunctionType}.values())
+    pending = [member for base in classes for member in [*vars(base).values()]]
+    found: dict[int, FunctionType] = {}
+    while pending:
+        member = pending.pop()
+        if type(member) is FunctionType and id(member) not in found:
+            found[id(member)] = member
+            pending += chain.from_iterable(map(CELL.take, member.__closure__ or ()))
+    return [*found.values()]
+
+
+def _cells_of(functions: list[FunctionType]) -> list[CellType]:
+    """The variables that ``functions`` close over, but for functions, and ``__class__``."""
+    cells = {id(cell): cell for function in functions for cell in function.__closure__ or ()}
+    return [
+        cell
+        for cell in cells.values()
+        if not any(isinstance(value, (FunctionType, type)) for value in CELL.take(cell))
+    ]
 
 
 def _may_change_parameters(module: nn.Module) -> bool:

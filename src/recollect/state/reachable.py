@@ -17,7 +17,14 @@ from functools import partial
 from itertools import islice
 from logging import Logger
 from operator import is_
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, ClassVar
 from weakref import ProxyTypes, WeakKeyDictionary
 
@@ -224,6 +231,8 @@ class Reachable:
             index.globals = _find_globals(index.functions)
         if index.globals:
             self._add_globals(index.globals, index)
+        for cell in index.cells:
+            self._add_cell(cell, _GLOBAL_DEPTH)
 
     def _add_buffers(self, content: Attributes, writes: tuple[Writes, Writes]) -> None:
         buffers = content["_buffers"]
@@ -289,10 +298,7 @@ class Reachable:
     def _visit_function(self, function: FunctionType, depth: int) -> None:
         self._passed = None
         for cell in function.__closure__ or ():
-            held = CELL.take(cell)
-            if held:  # else it is not assigned yet
-                self.variables.append((cell, CELL, held))
-                self._visit(held[0], depth)
+            self._add_cell(cell, depth)
         for default in function.__defaults__ or ():
             self._visit(default, depth)
         if function.__kwdefaults__:
@@ -300,6 +306,12 @@ class Reachable:
                 self._visit(default, depth)
         if not any(function in index.functions for index in self.indexes):
             self._add_globals(_globals_of(function))
+
+    def _add_cell(self, cell: CellType, depth: int) -> None:
+        held = CELL.take(cell)
+        if held:  # else it is not assigned yet
+            self.variables.append((cell, CELL, held))
+            self._visit(held[0], depth)
 
     def _add_globals(self, named: list[_Names], index: ModuleIndex | None = None) -> None:
         """Global variables; those that the code of the modules of ``index`` names."""
