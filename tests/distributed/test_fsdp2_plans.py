@@ -238,3 +238,20 @@ def test_every_way_to_shard(names: list[str], tmp_path: Path) -> None:
 def test_gradients_that_accumulate_without_communication(tmp_path: Path) -> None:
     names = ["reshard", "keep gathered", "mixed precision"]
     run_ranks(check_shardings, tmp_path, names, 3, deadline=_LONG)
+
+
+def check_kept_gathered() -> None:
+    begin()
+    expected = trained(SHARDINGS["reshard"].model(), 2)
+    model = SHARDINGS["reshard"].model()
+    before = [*model.parameters()]
+    model.set_reshard_after_backward(False)  # as in the steps whose gradients accumulate
+    plan = recollect.plan(model, tokens(0), 0.9, loss=loss_of)
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+    model.set_reshard_after_backward(True)
+    trained(plan.apply(model), 2).check(expected)
+
+
+@pytest.mark.slow
+def test_parameters_that_stay_gathered_after_backward(tmp_path: Path) -> None:
+    run_ranks(check_kept_gathered, tmp_path)

@@ -172,6 +172,16 @@ class Shards:
         groups = [group for group in self._groups() if layout in vars(group)]
         return taken + [(group, layout, dict(vars(group)[layout])) for group in groups]
 
+    def reshard(self) -> None:
+        """Free what is gathered, and have the modules refer to the parts of parameters again.
+
+        `set_reshard_after_backward(False)` keeps parameters gathered when a step is over.
+        """
+        for group in self._groups():
+            for parameter in group.fsdp_params:
+                parameter.to_sharded()
+            group._sharded_state = group.fsdp_params[0].sharded_state
+
     # --- what a plan does not support -------------------------------------------------------------
 
     def obstacle(self) -> str | None:

@@ -259,7 +259,7 @@ class TrainingStep:
 
     @contextmanager
     def _shards_restored(self) -> Iterator[None]:
-        """A context after which gradients that wait to be reduced are as before."""
+        """A context after which parameters are sharded, and waiting gradients are as before."""
         if self.shards is None:
             yield
             return
@@ -269,6 +269,7 @@ class TrainingStep:
         try:
             yield
         finally:
+            self.shards.reshard()
             put_gradients(taken)
 
     def run_first(self) -> None:
