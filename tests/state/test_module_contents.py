@@ -199,7 +199,7 @@ class Notes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = (x * len(self.notes)).tanh()
-        self.notes.append((is_recomputing(), "called"))
+        self.notes.append((is_recomputing(), "called", x.dtype, x.device, x.shape))
         return out.sin()
 
 
@@ -212,7 +212,8 @@ def test_a_log_has_what_a_rerun_adds_and_is_not_computed_with(run: Run) -> None:
 
     modules = {run: Notes(), plain: Notes()}
     assert_transparent(scenario, run)
-    assert modules[run].notes == ["made", (False, "called"), (True, "called")]
+    of_x = torch.float32, torch.device("cpu"), torch.Size([4, 4])
+    assert modules[run].notes == ["made", (False, "called", *of_x), (True, "called", *of_x)]
 
 
 @RERUNS

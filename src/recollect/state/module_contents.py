@@ -7,8 +7,8 @@ nothing there, so a module whose first calls have left it alone is not looked at
 (`ModuleIndex.looks_left`). An object with a lock or a thread is in use by other threads, and is
 left alone, with all it holds.
 
-A list to which the rerun has added words, flags or integers is a log, and has them afterwards, as
-in torch; but for a plan, as with counters of calls.
+A list to which the rerun has added words, flags, integers, dtypes, devices or shapes is a log, and
+has them afterwards, as in torch; but for a plan, as with counters of calls.
 
 After the call none of it is held, but found again from the modules: a list that came to hold a
 result would, with its graph, hold itself, and that for ever if no backward comes.
@@ -58,7 +58,7 @@ _DEPTH = 3
 _NO_CONTENTS = (TENSOR, ITERATOR, CAPTURED_ELSEWHERE, ())
 
 #: What logs consist of, and lists of these. Floats are computed with.
-_WORDS = frozenset({bool, int, str, type(None)})
+_WORDS = frozenset({bool, int, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
 class _Changed(NamedTuple):
