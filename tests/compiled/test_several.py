@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.compiled.planner import CompiledTrials
+from recollect.graph.graph import Schedule
 from tests._support import assert_identical
 from tests.compiled._steps import Compiled, as_it_is, in_blocks
 from tests.planning._models import Decoder
@@ -47,6 +48,15 @@ def test_equal_blocks_share_few_variants_of_their_code():
     assert [path for path, _ in plan.compiled.sites] == ["layers.0", "layers.1", "layers.2"]
     assert len({graph.key for graph in plan.compiled.graphs}) == 1
     assert len({variant for _, variant in plan.compiled.sites}) <= 3
+
+
+def test_equal_blocks_that_decide_the_same_share_their_code():
+    compiled = Compiled("decoder", in_blocks)
+    trials = recollect.frontier(compiled.model, compiled.batch, loss=compiled.loss)._planner.trials
+    assert isinstance(trials, CompiledTrials)
+    for kept in (frozenset[int](), frozenset(trials.graph.choices)):
+        # All but the last are read by another graph, which holds that anyway.
+        assert {variant for _, variant in trials.decisions(Schedule(kept)).sites} == {0}
 
 
 def test_a_model_with_a_small_compiled_part_is_planned_around_it():

@@ -87,11 +87,9 @@ def returned_by(graph: fx.GraphModule) -> list[Any]:
 
 
 class Joint:
-    """A joint graph.
+    """A joint graph, simplified, with the properties of tensors as ``meta["val"]`` of nodes.
 
-    Args:
-        graph: Simplified, with the properties of tensors as ``meta["val"]`` of nodes.
-        outputs: How many of its outputs are those of forward.
+    ``outputs``: how many of its outputs are those of forward.
     """
 
     def __init__(self, graph: fx.GraphModule, outputs: int) -> None:

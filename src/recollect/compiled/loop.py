@@ -30,13 +30,10 @@ from recollect.planning.recording.step import bytes_of_gradients, device_of
 
 
 class LoopSteps:
-    """The training steps of one loop.
+    """The training steps of one loop. ``notes`` count what is compiled, until others do.
 
-    Args:
-        model: The model.
-        notes: Counts what is compiled. Others may take their place.
-        on_begin: Called before the first forward of a step. Returns whether to measure it.
-        on_measured: Called after a step was measured.
+    ``on_begin`` is called before the first forward of a step, and returns whether to measure it;
+    ``on_measured`` after a step was measured.
     """
 
     def __init__(

@@ -87,14 +87,10 @@ def merge(
     saves: Sequence[Mapping[str, int]],
     base: int,
 ) -> Merged:
-    """The graph of a step.
+    """The graph of a step, of what its calls add. ``base``: the bytes that are there throughout.
 
-    Args:
-        parts: By call: what it adds.
-        calls: The calls.
-        stretches: What was held around them in a step that ran.
-        saves: By call: what it saved in that step, in bytes by name of a node.
-        base: Bytes that are there throughout.
+    Of a step that ran, ``stretches`` tell what was held around the calls, and ``saves`` what each
+    saved, in bytes by name of a node.
     """
     order = _order_of(len(parts), stretches)
     bare = _Merger(parts, calls, order, base, [(0, 0)] * (len(order) + 1)).merged()
@@ -211,14 +207,15 @@ class _Merger:
         return given
 
     def merged(self) -> Merged:
-        saved = self._saved()
+        storages = self._storages()
+        saved = self._saved(storages)
         # What another graph reads it cannot recompute.
         forced = {value for given in self.given for value in given.values()}
         graph = Graph(
             ops=self._ops(forced),
             values=self._values(),
-            storages=self._storages(),
-            saved=[SavedTensor(value, event) for value, event, _ in saved],
+            storages=storages,
+            saved=[SavedTensor(value, storages[value].born) for value, _ in saved],
             events=self._events(saved),
             turn=self.turn,
             base=self.base,
@@ -238,16 +235,12 @@ class _Merger:
                 reads += [value for value in others if value is not None and value not in reads]
                 makes = tuple(shift + made for made in op.makes)
                 start = op.key.rpartition("|")[0]  # calls of one graph have the same
-                counts[start] += 1
-                ops.append(
-                    replace(
-                        op,
-                        key=f"{start}|{counts[start] - 1}",
-                        reads=tuple(reads),
-                        makes=makes,
-                        forced=op.forced or any(value in forced for value in makes),
-                    )
+                key, keeps = (
+                    f"{start}|{counts[start]}",
+                    op.forced or bool(forced.intersection(makes)),
                 )
+                counts[start] += 1
+                ops.append(replace(op, key=key, reads=tuple(reads), makes=makes, forced=keeps))
         return ops
 
     def _values(self) -> list[Value]:
@@ -260,53 +253,36 @@ class _Merger:
         return values
 
     def _storages(self) -> list[Storage]:
-        dies = self._deaths()
-        return [
-            Storage(value.nbytes, self.begin[call][False] + value.op, dies[shift + number])
-            for call, (part, shift) in enumerate(zip(self.parts, self.first_value, strict=True))
-            for number, value in enumerate(part.values)
-        ]
-
-    def _deaths(self) -> list[int]:
-        """By value: the last event at which somebody besides the plan holds it."""
+        """They die when nobody besides the plan holds them."""
         read: dict[int, int] = {}
         for call, part in enumerate(self.parts):
             for number, places in enumerate(part.inputs[0]):
-                for place in places:
-                    if place in self.given[call]:
-                        read[self.given[call][place]] = self.begin[call][False] + number
-        dies = []
+                for place in self.given[call].keys() & places:
+                    read[self.given[call][place]] = self.begin[call][False] + number
+        found: list[Storage] = []
         for call, part in enumerate(self.parts):
-            for number, last in enumerate(part.dies):
-                if last != FOREVER:
-                    dies.append(self.begin[call][False] + last)
-                else:  # whoever gets it holds it until the next graph has read it, or to the end
-                    dies.append(read.get(self.first_value[call] + number, self.end))
-        return dies
+            start = self.begin[call][False]
+            for value, last in zip(part.values, part.dies, strict=True):
+                # Whoever gets it holds it until the next graph has read it, or to the end.
+                dies = read.get(len(found), self.end) if last == FOREVER else start + last
+                found.append(Storage(value.nbytes, start + value.op, dies))
+        return found
 
-    def _saved(self) -> list[tuple[int, int, int]]:
-        """What backward reads: the value, the event of forward that makes it, and that event."""
+    def _saved(self, storages: Sequence[Storage]) -> list[tuple[int, int]]:
+        """What backward reads: the value, and the event."""
         found = []
         for call, part in enumerate(self.parts):
-            shift, start = self.first_value[call], self.begin[call]
-            for value, event in part.saved:
-                made = start[False] + part.values[value].op
-                found.append((shift + value, made, start[True] + event))
+            shift, start = self.first_value[call], self.begin[call][True]
+            found += [(shift + value, start + event) for value, event in part.saved]
             for event, places in enumerate(part.inputs[1]):
-                for place in places:
-                    if place in self.given[call]:
-                        value = self.given[call][place]
-                        found.append((value, self._event_of(value), start[True] + event))
+                given = self.given[call].keys() & places
+                found += [(self.given[call][place], start + event) for place in given]
         # In the order of forward; of one value the one that is read last first.
-        return sorted(set(found), key=lambda each: (each[1], each[0], -each[2]))
+        return sorted(set(found), key=lambda each: (storages[each[0]].born, each[0], -each[1]))
 
-    def _event_of(self, value: int) -> int:
-        call = max(n for n, first in enumerate(self.first_value) if first <= value)
-        return self.begin[call][False] + self.parts[call].values[value - self.first_value[call]].op
-
-    def _events(self, saved: Sequence[tuple[int, int, int]]) -> list[Event]:
+    def _events(self, saved: Sequence[tuple[int, int]]) -> list[Event]:
         unpacked: dict[int, list[int]] = defaultdict(list)
-        for number, (_, _, event) in enumerate(saved):
+        for number, (_, event) in enumerate(saved):
             unpacked[event].append(number)
         events: list[Event] = []
         for (is_backward, call), (held, most) in zip(self.order, self.around, strict=False):

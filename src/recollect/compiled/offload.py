@@ -39,14 +39,10 @@ def offload(
     *,
     fused: bool,
 ) -> None:
-    """Change the halves of a graph so that tensors which are saved are held on the host.
+    """Change the halves of a graph so that what is ``away`` is held on the host.
 
-    Args:
-        forward: The first half, which returns what the caller gets and what backward is given.
-        backward: The other half.
-        outputs: How much of that is for the caller.
-        away: What to hold on the host.
-        fused: Whether Inductor compiles the halves.
+    ``outputs``: how much of what forward returns is for the caller, and not for backward;
+    ``fused``: whether Inductor compiles the halves.
     """
     is_kernel = kernel_test() if fused else lambda _: True
     given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,6 +55,13 @@ class Part:
     #: By op: the name of the first node from it on that runs where it is in the graph, as kernels
     #: of libraries do, and loops need not; empty: the end of forward.
     ends: Sequence[str] = ()
+
+    @cached_property
+    def needed(self) -> frozenset[str]:
+        """The names of the nodes whose results this graph reads, or that must not run again."""
+        read = {value for op in self.ops for value in op.reads} | {value for value, _ in self.saved}
+        ops = {self.values[value].op for value in read}
+        return frozenset(n for at, n in enumerate(self.names) if at in ops or self.ops[at].forced)
 
     @property
     def returned(self) -> int:

@@ -245,12 +245,17 @@ class CompiledTrials(Trials):
         """What a schedule decides for the graphs; None: everything as torch chooses."""
         observed = self.observed
         merged, sites = observed.merged, observed.site_of
-        away = None if schedule is None else merged.away(schedule)
         chosen: dict[Unit, _Chosen] = {}
-        for call in range(len(merged.parts)):
-            names = None if schedule is None else tuple(sorted(merged.kept_in(call, schedule)))
+        #: By key of a graph, what it keeps and what it sends: when. Clocks of calls are not exact.
+        alike: dict[Any, tuple[Away, ...]] = {}
+        aways = [()] * len(merged.parts) if schedule is None else merged.away(schedule)
+        for call, (part, away) in enumerate(zip(merged.parts, aways, strict=True)):
+            names = None
+            if schedule is not None:  # without what only other graphs read, which is returned
+                names = tuple(sorted(merged.kept_in(call, schedule) & part.needed))
+            like = part.key, names, tuple(each.name for each in away)
             unit = unit_of(merged, sites, call)
-            chosen.setdefault(unit, (names, () if away is None else away[call]))
+            chosen.setdefault(unit, (names, alike.setdefault(like, away)))
         variants = _variants(chosen, len(observed.sites))
         sources = {call.graph.key: call.source for call in observed.calls if call.graph}
         sizes = {key: tuple(each.values()) for key, each in sizes_of(observed.calls).items()}

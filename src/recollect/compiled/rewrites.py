@@ -112,10 +112,8 @@ def separate_gradients(
 ) -> None:
     """Copy gradients of parameters that show memory of another gradient, or of a given tensor.
 
-    Args:
-        graph: A joint graph; with what torch tells a partitioner about it.
-        num_fwd_outputs: How many of its outputs are those of forward.
-        static_lifetime_input_indices: Which of its inputs are parameters, or buffers.
+    The arguments are what torch tells a partitioner about a joint graph: how many outputs forward
+    has, and which inputs are parameters, or buffers.
     """
     outputs, parameters = num_fwd_outputs, set(static_lifetime_input_indices or ())
     joint = Joint(graph, outputs)

@@ -68,13 +68,10 @@ class ObservingSplit:
 
 
 class PlannedSplit:
-    """Splits as decided.
+    """Splits as decided. ``decisions``: by key of a joint graph.
 
-    Args:
-        decisions: By key of a graph: what is saved of it.
-        sizes: By key of a graph of dynamo that they were made from: its dynamic sizes.
-        uuid: What the compiler's caches know the decisions by.
-        fused: Whether Inductor compiles the halves.
+    ``sizes``: by key of a graph of dynamo that these were made from, its dynamic sizes; ``uuid``:
+    what the compiler's caches know the decisions by.
     """
 
     #: For graphs without a decision. While a plan is tried there should be none.

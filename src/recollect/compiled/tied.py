@@ -18,8 +18,6 @@ from recollect.graph.graph import Schedule
 from recollect.planning.solving.pool import Pool, Solution, best_of
 from recollect.planning.solving.solve import Solver
 
-#: How many variants of the code of equal modules there may be.
-_VARIANTS = 3
 #: How many solutions for calls that are free to differ are looked at.
 _LOOKED_AT = 24
 #: How many decisions for equal modules are tried in pairs, and with how many places to change.
@@ -38,10 +36,8 @@ def unit_of(merged: Merged, sites: Sequence[int], call: int) -> Unit:
 class TiedSolver:
     """As `Solver`, for a step whose calls are tied.
 
-    Args:
-        solver: Finds schedules in which all calls may differ.
-        merged: The step.
-        sites: By call: the number of its compiled module.
+    ``solver`` finds schedules in which all calls may differ; ``sites``: by call, the number of its
+    compiled module.
     """
 
     def __init__(self, solver: Solver, merged: Merged, sites: Sequence[int]) -> None:
@@ -84,21 +80,20 @@ class TiedSolver:
         return [*by_schedule.values()]
 
     def _tied(self) -> Iterator[Schedule]:
-        merged, graph = self._merged, self._merged.graph
-        calls = range(len(merged.parts))
-        choices = Schedule(frozenset(graph.choices))
-        yield self._with([merged.decided(call, choices) for call in calls], choices)
+        merged, keys = self._merged, [key for _, key in self._units]
+        everything = Schedule(frozenset(merged.graph.choices))
+        yield self._with(
+            [merged.decided(call, everything) for call in range(len(keys))], everything
+        )
         seen: Counter[tuple[str, Decided, int | None]] = Counter()
         for solution in self._free():
             like = solution.schedule
-            decided = [merged.decided(call, like) for call in calls]
-            seen.update((self._units[call][1], decided[call], like.ahead) for call in calls)
-            yield self._with(self._reduced(decided), like)
-            for call in calls:  # all calls of a graph as one of them
-                key, own = self._units[call][1], decided[call]
-                others = [self._units[each][1] == key for each in calls]
-                mixed = [own if o else d for o, d in zip(others, decided, strict=True)]
-                yield self._with(mixed, like)
+            decided = [(key, merged.decided(call, like)) for call, key in enumerate(keys)]
+            seen.update((*each, like.ahead) for each in decided)
+            usual = dict(each for each, _ in reversed(Counter(decided).most_common()))
+            for key, own in dict.fromkeys(decided):  # all calls of each graph decide the same
+                chosen = {**usual, key: own}
+                yield self._with([chosen[each] for each in keys], like)
         yield from self._in_pairs(seen)
 
     def _with(self, decided: Sequence[Decided], like: Schedule) -> Schedule:
@@ -106,26 +101,9 @@ class TiedSolver:
         first = dict(zip(reversed(self._units), reversed(decided), strict=True))
         return self._merged.together([first[unit] for unit in self._units], like)
 
-    def _reduced(self, decided: Sequence[Decided]) -> list[Decided]:
-        """The same with few variants of each graph: others become the one that is most like."""
-        found = [*decided]
-        for key in {key for _, key in self._units}:
-            calls = [n for n, unit in enumerate(self._units) if unit[1] == key]
-            common = [each for each, _ in Counter(decided[n] for n in calls).most_common(_VARIANTS)]
-            for call in calls:
-                own = decided[call]
-                found[call] = min(common, key=lambda each: self._distance(call, each, own))
-        return found
-
-    def _distance(self, call: int, first: Decided, second: Decided) -> int:
-        """By how many bytes two decisions for a call differ."""
-        part = self._merged.parts[call]
-        ops = [n for one, other in zip(first, second, strict=True) for n in one ^ other]
-        return sum(part.values[value].nbytes for n in ops for value in part.ops[n].makes)
-
     def _in_pairs(self, seen: Counter[tuple[str, Decided, int | None]]) -> Iterator[Schedule]:
         """The first modules decide in one way, the others in another."""
-        keys = [unit[1] for unit in self._units]
+        keys = [key for _, key in self._units]
         main = Counter(keys).most_common(1)[0][0]
         common = (each for each, _ in seen.most_common())
         chosen = [(each, ahead) for key, each, ahead in common if key == main][:_PAIRED]

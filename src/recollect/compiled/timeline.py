@@ -100,13 +100,9 @@ BACKWARD = "CompiledFunctionBackward"
 def note_tangents(
     results: Sequence[Any], joint: Joint, sizes: Mapping[Any, int], made: list[int]
 ) -> None:
-    """Have the backward of a call add to ``made`` the numbers of the tangents that it makes.
+    """Have the backward of a call put into ``made`` the numbers of the tangents that it makes.
 
-    Args:
-        results: What the call returned.
-        joint: The joint graph.
-        sizes: Its dynamic sizes, by `symbol_of`.
-        made: An empty list.
+    ``results``: what the call returned; ``sizes``: its dynamic sizes, by `symbol_of`.
     """
     node = node_behind(results, BACKWARD)
     if node is None:

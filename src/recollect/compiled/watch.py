@@ -37,12 +37,8 @@ FULLGRAPH = (
 class Watch:
     """Watches the compiled modules of a model from now on.
 
-    Args:
-        plan: The plan.
-        model: The model.
-        sites: Its compiled modules.
-        notes: Counts the graphs that run by the plan.
-        forwards: How often the planned step calls the first of them.
+    ``notes`` count the graphs that run by the plan; ``forwards``: how often the planned step calls
+    the first module.
     """
 
     def __init__(
