@@ -52,7 +52,7 @@ def observe_step(
             step.run()  # compiles
         notes.clear()
         step.run()
-        calls, forwards = notes.observed(), notes.forwards
+        calls, forwards, ran = notes.observed(), notes.forwards, len(notes.calls or ())
         _check_calls(step, calls)
         timeline = measured_timeline(step.run, step.device)
         peak = step.measured_peak()
@@ -68,8 +68,8 @@ def observe_step(
     graph = profile.timed(timing.seconds)
     if spans:
         times = [start.elapsed_time(end) / 1000 for start, end in spans]
-        steps = [sum(times[n : n + len(calls)]) for n in range(0, len(times), len(calls))]
-        graph = with_forward_of(graph, median(steps))
+        forward = median(sum(times[n : n + ran]) for n in range(0, len(times), ran))
+        graph = with_forward_of(graph, forward)
     profile = replace(profile, graph=graph)
     merged = replace(merged, graph=profile.graph)
     torchs = saved_schedule(merged, saves_of(calls, lambda graph: graph.torch_saves))
