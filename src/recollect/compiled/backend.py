@@ -87,8 +87,10 @@ class Compiler:
         planned = _PLANNED if split.decides else {}
         if split.offloads:
             planned = {**planned, **_OFFLOADING}
-        ours = partitioner(split, split.uuid)
-        return compile_by_inductor(graph, inputs, {**planned, **self.options}, ours)
+        options = {**planned, **self.options}
+        if self.uses_cuda_graphs and all(each.device.type == "cpu" for each in graph_inputs(graph)):
+            options["triton.cudagraphs"] = False  # there are none, but what they take would be held
+        return compile_by_inductor(graph, inputs, options, partitioner(split, split.uuid))
 
 
 @dataclass(frozen=True)
