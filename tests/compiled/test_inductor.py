@@ -44,3 +44,11 @@ def test_budgets_are_kept_and_gradients_are_those_of_compiled_code(case: str):
         assert_identical(found[-1], expected[-1])  # the random stream
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_cuda_graphs_that_the_cpu_has_not_do_not_cost_the_budget():
+    block = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+    model = torch.compile(block, mode="reduce-overhead")
+    plan = recollect.plan(model, torch.randn(128, 32), 0.8)
+    assert plan.measured_peak is not None
+    assert plan.measured_peak <= plan.budget < plan.plain_peak
