@@ -2175,3 +2175,48 @@ def nuclear_norm_out(constant: Tensor, x: Tensor) -> Tensor:
 )
 def test_kernels_that_torch_chooses_by_the_mode(function: Any, casts: bool, policy: Any) -> None:
     check(Kernels(function, casts=casts), (12, 12), policy=policy)
+
+
+# --- torch's own choices --------------------------------------------------------------------------
+
+
+class FrozenEncoder(nn.Module):
+    """Calls an encoder in eval mode, without gradients, and with padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.arange(5).expand(3, 5) > 3
+        with torch.no_grad():
+            hidden = self.encoder(x, src_key_padding_mask=padding)
+        return self.head(hidden).sin()
+
+
+def test_without_the_fast_path_of_attention_there_is_a_warning() -> None:
+    with pytest.warns(recollect.RecollectWarning, match="set_fastpath_enabled"):
+        recollect.checkpoint(FrozenEncoder(), torch.randn(3, 5, 8), engine="replay")
+
+
+def test_without_the_fast_path_of_attention_results_are_those_of_plain_code() -> None:
+    model, x = FrozenEncoder(), torch.randn(3, 5, 8)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", recollect.RecollectWarning)
+            outs = [recollect.checkpoint(model, x, engine="replay") for _ in range(2)]
+        expected = model(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert all(torch.equal(out, expected) for out in outs)
+
+
+def test_attention_that_takes_no_fast_path_is_silent() -> None:
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(3, 5, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", recollect.RecollectWarning)
+        recollect.checkpoint(layer, x, engine="replay").sum().backward()
+        recollect.checkpoint(layer.eval(), x, engine="replay").sum().backward()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from recollect._torch.modes import any_autocast_enabled
 from recollect.errors import StopRecompute
 
 #: The attributes of a module that hold its forward hooks, and how to call each.
@@ -115,6 +116,26 @@ BATCH_NORMS = (
 def is_torch_nn(module: torch.nn.Module) -> bool:
     """Whether ``torch.nn`` defines the class of ``module``."""
     return (type(module).__module__ or "").startswith("torch.nn.")
+
+
+def misses_fast_path(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an attention module, which calls ``function``, took a fast path without our mode.
+
+    Where any function mode is active, torch's modules in eval mode do without it.
+    """
+    if function is not torch.nn.functional.multi_head_attention_forward:
+        return False
+    values = (*args, *kwargs.values())
+    return (
+        not kwargs.get("training", True)
+        and args[0] is args[1] is args[2]
+        and torch.backends.mha.get_fastpath_enabled()
+        and not any_autocast_enabled()
+        and not (
+            torch.is_grad_enabled()
+            and any(each.requires_grad for each in values if isinstance(each, torch.Tensor))
+        )
+    )
 
 
 #: The attribute of a module that holds what it calls after ``module.compile()``.

@@ -24,8 +24,10 @@ from recollect._torch.modes import (
     no_dispatch_modes,
     no_function_modes,
 )
+from recollect._torch.modules import misses_fast_path
 from recollect._torch.ops import is_of_torch, is_op_of_others
 from recollect._torch.pytree import tree_leaves
+from recollect.checks.place import warn_user
 from recollect.policy.policy_call import PolicyCall
 from recollect.replay.function_call import (
     EXPOSING,
@@ -161,6 +163,7 @@ class Recorder(TorchFunctionMode):
                 tracker.before_write(tensor)
             tracker.stop(f"{func} does something else under a dispatch mode")
             return _run_without_modes(func, *args, **kwargs)
+        _warn_of_slow_path(func, args, kwargs)
         if func in UNSUPPORTED:
             tracker.stop(f"{func} gives a tensor another storage")
         elif self._stream is not None and not is_current_stream(self._stream):
@@ -401,3 +404,13 @@ def _moves_generators(call: FunctionCall) -> bool:
 
 def _is_made_in(call: FunctionCall, value: RecordedValue) -> bool:
     return value.number >= call.first_value
+
+
+def _warn_of_slow_path(func: Any, args: _Args, kwargs: dict[str, Any]) -> None:
+    if misses_fast_path(func, args, kwargs):
+        warn_user(
+            "nn.MultiheadAttention in eval mode takes a fast path of torch in plain code, but not "
+            "where engine='replay' or a plan watches torch's functions. Its results differ by "
+            "rounding, and those of nn.TransformerEncoder at padded positions altogether. To have "
+            "the same results in both, call torch.backends.mha.set_fastpath_enabled(False) first"
+        )
