@@ -80,14 +80,14 @@ def curve_of(outcome: Outcome) -> tuple[tuple[float, int], ...]:
 
 
 def _drawn_time(outcome: Outcome) -> Callable[[float], float]:
-    """From simulated times to those of the picture.
+    """From simulated times to those of the picture, in seven digits.
 
     The simulator counts the overhead of the engine before the first event. The picture spreads it
     over the step, which takes as long as predicted.
     """
     start, end = outcome.starts[0] if outcome.starts else 0.0, outcome.curve[-1][0]
     factor = outcome.seconds / (end - start) if end > start else 1.0
-    return lambda seconds: max(0.0, seconds - start) * factor
+    return lambda seconds: float(f"{max(0.0, seconds - start) * factor:.7g}")
 
 
 def marks_of(graph: Graph, outcome: Outcome) -> tuple[Mark, ...]:
@@ -103,7 +103,7 @@ def marks_of(graph: Graph, outcome: Outcome) -> tuple[Mark, ...]:
         if op < 0 and marks and marks[-1].is_backward == is_backward:
             continue
         path, name = ("", "") if op < 0 else (graph.ops[op].path, graph.ops[op].name)
-        mark = Mark(float(f"{drawn(start):.7g}"), path, name.replace("::", "."), is_backward)
+        mark = Mark(drawn(start), path, name.replace("::", "."), is_backward)
         if not marks or marks[-1][1:] != mark[1:]:
             marks.append(mark)
     return tuple(marks)
@@ -122,7 +122,7 @@ def stack_of(
     step = stacked(graph, schedule, bands, _STACKED_POINTS)
     levels = zip(*(levels for _, _, levels in step.points), strict=True)
     stack = Stack(
-        tuple(float(f"{drawn(seconds):.7g}") for seconds, _, _ in step.points),
+        tuple(drawn(seconds) for seconds, _, _ in step.points),
         tuple(fixed for _, fixed, _ in step.points),
         tuple(Band(name, level) for name, level in zip(names, levels, strict=False)),
         _busy(step.out, drawn),
@@ -132,14 +132,11 @@ def stack_of(
     if schedule is None or not step.out:
         return stack, None
     turn, end = outcome.starts[graph.turn] - outcome.starts[0], outcome.curve[-1][0]
-    spent = [sum(end - start for start, end, _ in copies) for copies in (step.out, step.back)]
-    traffic = Traffic(
-        sum(copy.nbytes for copy in step.out),
-        spent[0] / turn if turn else 0.0,
-        spent[1] / (end - outcome.starts[graph.turn]) if end > outcome.starts[graph.turn] else 0.0,
-        outcome.waits,
-    )
-    return stack, traffic
+    rest = end - outcome.starts[graph.turn]
+    out, back = (sum(end - start for start, end, _ in way) for way in (step.out, step.back))
+    sent = sum(copy.nbytes for copy in step.out)
+    busy = out / turn if turn else 0.0, back / rest if rest > 0 else 0.0
+    return stack, Traffic(sent, *busy, outcome.waits)
 
 
 def _busy(
@@ -152,7 +149,7 @@ def _busy(
             spans[-1] = spans[-1][0], end
         else:
             spans.append((start, end))
-    return tuple((float(f"{drawn(a):.7g}"), float(f"{drawn(b):.7g}")) for a, b in spans)
+    return tuple((drawn(a), drawn(b)) for a, b in spans)
 
 
 def list_parts(outcome: Outcome, peak: int, gradients: int) -> tuple[tuple[str, int], ...]:

@@ -68,14 +68,7 @@ class _Storages:
 
 
 class _ForwardPart:
-    """One forward.
-
-    Args:
-        trace: The trace of the step.
-        recording: The recording of the forward.
-        first: How many ops earlier regions have.
-        on_device: Whether it runs on a CUDA device.
-    """
+    """One forward of the step, with so many ops before it that are of others."""
 
     def __init__(
         self, trace: StepTrace, recording: Recording, first: int, *, on_device: bool
@@ -137,6 +130,8 @@ class _ForwardPart:
         event = None if number is None else self._trace.events[number]
         values, last = self.values, self._last_ops.get(op.number, -1)
         can_keep = key is not None and self._can_keep(op)
+        # To run it again: in host memory, even if the op runs on a device.
+        state = None if op.generator is None or self._on_device else op.generator.get_state()
         return Op(
             name=name,
             path=path,
@@ -151,7 +146,7 @@ class _ForwardPart:
                 if new in values
             ),
             workspace=0 if event is None else event.price.workspace,
-            state=self._generator_bytes(op),
+            state=0 if state is None else state.nbytes,
             can_keep=can_keep,
             can_offload=can_keep and self._can_offload(op),
             forced=not self._forced.isdisjoint(op.results),
@@ -167,12 +162,6 @@ class _ForwardPart:
             ran = [number for number in range(*call.ops) if number in self.events]
             last.update(dict.fromkeys(ran, ran[-1] if ran else -1))
         return last
-
-    def _generator_bytes(self, op: RecordedOp) -> int:
-        """Bytes of the generator state to run it again, which is held in host memory."""
-        if op.generator is None or self._on_device:
-            return 0
-        return int(op.generator.get_state().nbytes)
 
     @cached_property
     def _holdable(self) -> set[int]:

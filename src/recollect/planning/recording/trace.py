@@ -50,7 +50,7 @@ _MOST_EVENTS, _TIMES = 10_000, 50
 class TracedOp:
     """One op that ran. Views cost and allocate nothing, and are left out."""
 
-    price: OpPrice
+    price: OpPrice = field(init=False)
     op: int = -1  #: its number among the ops of all regions; -1 if it is not one of them
     #: The storages that it allocated, by place in its result.
     allocated: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -125,9 +125,8 @@ class TraceMode(DispatchMode):
         self._shards = shards
         self._passes_meta = prices.device.type != "meta"
         self._trace = StepTrace()
-        self._unpacked: list[int] = []  # since the last op
-        self._dropped: list[int] = []
-        self._returned: list[int] = []
+        #: The next op, for what happens before it.
+        self._next = TracedOp()
         #: What a node has unpacked of a graph that is retained: it lets go of it when it is over.
         self._lent: list[int] = []
         self._node = (-1, -1)
@@ -177,7 +176,9 @@ class TraceMode(DispatchMode):
         if self._shards is not None:  # whose first allocation is by an op, and counts as gathered
             for key in self._shards.gathered_storages() & self._storages.keys():
                 self._trace.sizes[self._storages[key][1]] = 0
+        self._trace.released = self._next.released
         self._trace.released += [number for storage, number in self._held if storage() is not None]
+        self._trace.freed = self._next.freed
         self._held.clear()
         self._storages.clear()
         self._saved.clear()
@@ -213,7 +214,8 @@ class TraceMode(DispatchMode):
         if price is not None:
             backward = current_graph_task() + 1
             self._is_backward |= backward > 0
-            trace, op = self._trace, TracedOp(price, number)
+            trace, op = self._trace, self._next
+            op.price, op.op = price, number
             trace.has_messages |= price.name in MESSAGES
             info = op_info(func)
             if info.is_asynchronous:  # not those of FSDP, whose buffers are known
@@ -222,13 +224,10 @@ class TraceMode(DispatchMode):
                 trace.largest_collective = max(trace.largest_collective, _nbytes(args))
             op.is_backward, op.backward = self._is_backward, backward
             op.gathered = gathered, self._gathered()
-            op.unpacked, op.freed, op.released = self._unpacked, trace.freed, trace.released
             self._leave_node()
-            op.dropped, op.returned = self._dropped, self._returned
             if number >= 0:
                 op.source = source_line(sys._getframe(1), _CALLER)
-            self._unpacked, self._dropped, self._returned = [], [], []
-            trace.freed, trace.released = [], []
+            self._next = TracedOp()
             trace.events.append(op)
             self.is_paused |= len(trace.events) >= self.limit
             for path, tensor in tensors_of(result):
@@ -272,10 +271,10 @@ class TraceMode(DispatchMode):
 
     def _drop(self, number: int, _: Any) -> None:
         del self._tensors[number]
-        self._dropped.append(number)
+        self._next.dropped.append(number)
 
     def _free(self, key: int, _: Any) -> None:
-        self._trace.freed.append(self._storages.pop(key)[1])
+        self._next.freed.append(self._storages.pop(key)[1])
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -297,21 +296,21 @@ class TraceMode(DispatchMode):
                 packed[0] = without_history(tensor)
             trace.saved.append(self._storage_of(tensor))
         handle = SavedHandle(number, packed)
-        self._saved[number] = ref(handle, lambda _: trace.released.append(number))
+        self._saved[number] = ref(handle, lambda _: self._next.released.append(number))
         return handle
 
     def unpack(self, unpack: Callable[[Any], _Tensor], handle: SavedHandle) -> _Tensor:
         """The hook that backward calls to get it back: the same tensor, or a recomputed one."""
         self._is_backward = True
-        trace, number = self._trace, handle.number
-        self._unpacked.append(number)
+        number = handle.number
+        self._next.unpacked.append(number)
         self._leave_node()
         with self._paused():
             tensor = unpack(handle.packed)
         if torch.is_grad_enabled():
             # The graph that this backward makes may hold it longer than that of forward does.
             untyped = local_tensor(tensor).untyped_storage()
-            storage = ref(untyped, lambda _: trace.released.append(number))
+            storage = ref(untyped, lambda _: self._next.released.append(number))
             self._held.append((storage, number))
         elif backward_keeps_graph():
             self._lent.append(number)
@@ -321,5 +320,5 @@ class TraceMode(DispatchMode):
         """Note what the last node of backward had unpacked, if it is over."""
         node = current_node_number()
         if node != self._node:
-            self._returned += self._lent
+            self._next.returned += self._lent
             self._lent, self._node = [], node
