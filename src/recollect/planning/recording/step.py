@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -76,42 +77,36 @@ def default_loss(output: Any) -> _Tensor:
     return total
 
 
+@dataclass(eq=False)
 class TrainingStep:
     """One training step, which can run any number of times."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        loss: Loss | None = None,
-        optimizer: Optimizer | None = None,
-        *,
-        holds_output: bool = True,
-        batch: Any = None,
-    ) -> None:
-        check_model(model)
-        if optimizer is not None:
-            check_optimizer(optimizer, model)
-        self.batch = batch
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Loss | None = None
+    optimizer: Optimizer | None = None
+    _: KW_ONLY
+    #: Whether the loop still holds the output of the model when backward runs.
+    holds_output: bool = True
+    batch: Any = None
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer, self.model)
         #: Whether the loss is called with the output and the batch, or with the output alone.
-        self.takes_batch = loss is not None and takes_batch(loss, batch)
-        self.model = model
-        self.args, self.kwargs = args, kwargs
-        self.loss = loss
-        self.optimizer = optimizer
-        #: Whether the loop still holds the output of the model when backward runs.
-        self.holds_output = holds_output
-        self.device = device_of(model)
+        self.takes_batch = self.loss is not None and takes_batch(self.loss, self.batch)
+        self.device = device_of(self.model)
         #: The memory that it writes to; None before the first run.
         self._written: list[Written] | None = None
         self._was_warned = False
         #: Bytes of the user's gradients, which stay allocated while the step runs.
-        self.gradient_bytes = bytes_of_gradients(model)
+        self.gradient_bytes = bytes_of_gradients(self.model)
         #: The FSDP state of the model, if it is sharded.
-        self.shards = shards_of(model)
+        self.shards = shards_of(self.model)
         #: Whether it communicates, so that all processes which have the model run it equally often.
-        self.is_shared = is_shared(model)
+        self.is_shared = is_shared(self.model)
         #: The most bytes that one collective of it takes and returns, once that was traced.
         self.largest_collective = 0
         #: Whether parts of its forward were seen to save tensors by hooks of their own.

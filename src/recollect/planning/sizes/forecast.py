@@ -7,10 +7,9 @@ solving. If not, peaks are taken to lie on a line.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -41,39 +40,14 @@ class PredictedStep:
     seconds: float | None
 
 
-class Forecast(ABC):
-    """Predicts steps. All peaks are in bytes."""
+class GraphForecast:
+    """Predicts steps by their graph at each size. All peaks are in bytes.
 
-    @abstractmethod
-    def plain_peak(self, size: int) -> int:
-        """The peak without a plan."""
-
-    @abstractmethod
-    def least(self, size: int) -> int:
-        """The least peak of any plan."""
-
-    @abstractmethod
-    def fastest(self, size: int, budget: int) -> PredictedStep | None:
-        """The fastest plan within a budget; None if there is none."""
-
-
-class GraphForecast(Forecast):
-    """By the graph of the step at each size.
-
-    Args:
-        growth: How it grows.
-        profiles: The recordings, by size; those of ``growth.sizes`` at least.
-        offload: Whether results may be offloaded.
-        progress: Called with what is being done.
+    ``profiles``: the recordings, by size; those of ``growth.sizes`` at least.
     """
 
     def __init__(
-        self,
-        growth: Growth,
-        profiles: Mapping[int, Profile],
-        *,
-        offload: bool,
-        progress: Callable[[str, float], None],
+        self, growth: Growth, profiles: Mapping[int, Profile], *, offload: bool, progress: Progress
     ) -> None:
         self.growth = growth
         self._profiles = [profiles[size] for (size,) in growth.sizes]
@@ -102,12 +76,15 @@ class GraphForecast(Forecast):
         return replace(profile, plain_peak=self.plain_peak(size))
 
     def plain_peak(self, size: int) -> int:
+        """The peak without a plan."""
         return int(simulate_plain(self.graph_at(size)).peak * self._plain_excess)
 
     def least(self, size: int) -> int:
+        """The least peak of any plan."""
         return min(outcome.peak for outcome in self._outcomes(size))
 
     def fastest(self, size: int, budget: int) -> PredictedStep | None:
+        """The fastest plan within a budget; None if there is none."""
         found = [each for each in self._outcomes(size) if each.peak <= budget]
         best = min(found, key=lambda each: each.seconds, default=None)
         return None if best is None else PredictedStep(best.peak, best.seconds)
@@ -117,10 +94,7 @@ class GraphForecast(Forecast):
     def solver(self, size: int) -> Solver:
         """The solver for a size. What it finds is tried for others too."""
         if size not in self._solvers:
-
-            def progress(done: float) -> None:
-                self._progress(f"size {size}: solving", done)
-
+            progress = partial(self._progress, f"size {size}: solving")
             solver = Solver(self.graph_at(size), offload=self._offload, progress=progress)
             self._solvers[size] = solver
             frontier = solver.frontier()
@@ -159,20 +133,23 @@ def _resized(schedule: Schedule, times: float) -> Schedule:
 
 
 @dataclass
-class TrendForecast(Forecast):
-    """By lines through what was measured."""
+class TrendForecast:
+    """The same by lines through what was measured."""
 
     base: int  #: what is allocated throughout: the peak at size 0
     plain_peaks: Mapping[int, int]  #: by size: the peak without a plan
     leasts: Mapping[int, int]  #: by size: the least peak of a plan
 
     def plain_peak(self, size: int) -> int:
+        """The peak without a plan."""
         return self._on_line(self.plain_peaks, size)
 
     def least(self, size: int) -> int:
+        """The least peak of any plan."""
         return self._on_line(self.leasts or self.plain_peaks, size)
 
     def fastest(self, size: int, budget: int) -> PredictedStep | None:
+        """The plan of the least peak, if that is within a budget."""
         peak = self.least(size)
         return PredictedStep(peak, None) if peak <= budget else None
 
@@ -182,12 +159,15 @@ class TrendForecast(Forecast):
         return large + max(0, -(-(large - small) * (size - last) // (last - before)))
 
 
+Forecast = GraphForecast | TrendForecast
+
+
 def forecast_of(
     profiles: Mapping[int, Profile],
     leasts: Mapping[int, int],
     *,
     offload: bool,
-    progress: Callable[[str, float], None],
+    progress: Progress,
 ) -> Forecast:
     """The best forecast that recordings allow. ``leasts``: least peaks, by size, if measured."""
     growth = Growth.of(((size,), profile.graph) for size, profile in profiles.items())
@@ -219,12 +199,8 @@ def find_largest(fits: Callable[[int], bool], low: int, high: int, unit: int) ->
 class SizedSteps:
     """The training steps of a model with batches of several sizes.
 
-    Holds no batch: on a device one would count in the peak of all other sizes.
-
-    Args:
-        request: The steps, without a batch.
-        make_batch: Makes the batch of a size.
-        progress: Called with what is being done.
+    Holds no batch: on a device one would count in the peak of all other sizes. The ``request`` has
+    none either: ``make_batch`` makes that of a size.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ lower peak by changes near the event with the peak.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from recollect.graph.graph import Graph, Schedule
@@ -24,23 +24,17 @@ _SPLICES = 3
 _SLIGHT = 0.002
 
 
+@dataclass(eq=False)
 class _KeptOps:
-    """The ops that are kept and recomputed, updated as one op is kept or dropped.
+    """The ops that are kept and recomputed, updated as one op is kept or dropped."""
 
-    Args:
-        reads: By op: the ops whose results it reads.
-        cost: By op: the seconds to recompute it.
-        saved: The ops whose results backward unpacks.
-    """
-
-    def __init__(self, reads: list[tuple[int, ...]], cost: list[float], saved: list[int]) -> None:
-        self._reads = reads
-        self._cost = cost
-        self._saved = saved
-        self.kept: set[int] = set()
-        self.again: set[int] = set()
-        #: By op: how many recomputed ops and saved tensors need its results.
-        self._users: list[int] = []
+    _reads: list[tuple[int, ...]]  #: by op: the ops whose results it reads
+    _cost: list[float]  #: by op: the seconds to recompute it
+    _saved: list[int]  #: the ops whose results backward unpacks
+    kept: set[int] = field(default_factory=set)
+    again: set[int] = field(default_factory=set)
+    #: By op: how many recomputed ops and saved tensors need its results.
+    _users: list[int] = field(default_factory=list)
 
     def set(self, kept: frozenset[int]) -> None:
         """Keep these ops."""

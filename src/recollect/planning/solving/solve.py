@@ -13,7 +13,7 @@ All of this makes one pool of solutions (`pool`). The answer for a budget is the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import combinations
 
 from recollect.graph.graph import Graph, Schedule
@@ -50,33 +50,21 @@ _LOW = 0.1
 _MANY_CHOICES = 1_500
 
 
+@dataclass(eq=False)
 class Solver:
-    """Finds schedules for a graph.
+    """Finds schedules for a graph."""
 
-    Args:
-        graph: The step.
-        offload: Whether results may be offloaded, if the graph has a link to the host.
-        rough: Skip most of the search, and take about a tenth of the time.
-        progress: Called with the part of the work that is done, from 0 to 1.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        *,
-        offload: bool = False,
-        rough: bool = False,
-        progress: Callable[[float], None] | None = None,
-    ) -> None:
-        self._graph = graph
-        self._offload = offload and graph.link is not None
-        self._is_rough = rough
-        self._progress = progress
-        self._pool: Pool | None = None
-        #: The solutions that offload nothing, if others may; and the budgets that were looked at.
-        self._here: list[Solution] = []
-        self._asked: set[int] = set()
-        self._with_slack: dict[int, Solution | None] = {}
+    graph: Graph
+    _: KW_ONLY
+    offload: bool = False  #: whether results may be offloaded, if the graph has a link to the host
+    rough: bool = False  #: skip most of the search, and take about a tenth of the time
+    #: Called with the part of the work that is done, from 0 to 1.
+    progress: Callable[[float], None] | None = None
+    _pool: Pool | None = field(default=None, init=False)
+    #: The solutions that offload nothing, if others may; and the budgets that were looked at.
+    _here: list[Solution] = field(default_factory=list, init=False)
+    _asked: set[int] = field(default_factory=set, init=False)
+    _with_slack: dict[int, Solution | None] = field(default_factory=dict, init=False)
 
     def least_solution(self) -> Solution:
         """The solution with the lowest peak."""
@@ -85,10 +73,10 @@ class Solver:
     def solve(self, budget: int) -> Solution | None:
         """The quickest solution that stays within ``budget`` bytes, if there is one."""
         pool = self._solutions()
-        if self._here and not self._is_rough and budget not in self._asked:
+        if self._here and not self.rough and budget not in self._asked:
             self._asked.add(budget)
-            offload_for(self._graph, pool, self._here, budget)
-            search = Search(self._graph, pool, Linearization(self._graph))
+            offload_for(self.graph, pool, self._here, budget)
+            search = Search(self.graph, pool, Linearization(self.graph))
             search.speed_up(budget, _TRIES_PER_BUDGET)
         return pool.under(budget)
 
@@ -108,9 +96,9 @@ class Solver:
         return self._with_slack[budget]
 
     def _offload_with_slack(self, budget: int) -> Solution | None:
-        assert self._graph.link is not None
-        link = self._graph.link.slowed(_SLACK)
-        graph = replace(self._graph, link=link)
+        assert self.graph.link is not None
+        link = self.graph.link.slowed(_SLACK)
+        graph = replace(self.graph, link=link)
         pool = Pool(graph)
         in_forward = link.out_rate * sum(each.seconds for each in graph.events[: graph.turn])
         bases = [each for each in self._here if each.outcome.peak <= budget + in_forward]
@@ -132,11 +120,11 @@ class Solver:
         return self._pool
 
     def _tell(self, done: float) -> None:
-        if self._progress is not None:
-            self._progress(done)
+        if self.progress is not None:
+            self.progress(done)
 
     def _build(self) -> Pool:
-        graph, pool = self._graph, Pool(self._graph)
+        graph, pool = self.graph, Pool(self.graph)
         choices = frozenset(graph.choices)
         pool.try_out(Schedule(choices))
         if not graph.needed <= choices | graph.forced:
@@ -151,16 +139,16 @@ class Solver:
                     pool.try_out(Schedule(frozenset(kept)))
         elif choices:
             fewest, most = _SAMPLES
-            affordable = (_ROUGHLY_SAMPLED_WORK if self._is_rough else _SAMPLED_WORK) // work
+            affordable = (_ROUGHLY_SAMPLED_WORK if self.rough else _SAMPLED_WORK) // work
             self._explore(pool, choices, tries, max(fewest, min(most, affordable)))
-        if self._offload and choices:
+        if self.offload and graph.link is not None and choices:
             self._tell(0.9)
             self._here = pool.frontier()
             add_offload(graph, pool, max(tries, _OFFLOAD_TRIES))
         return pool
 
     def _explore(self, pool: Pool, choices: frozenset[int], tries: int, samples: int) -> None:
-        graph = self._graph
+        graph = self.graph
         families = [frozenset[int]()]
         if pins := far_readers(graph) & choices:
             # Unless they are kept, no two segments are equal: that takes long, and seldom pays.
@@ -171,7 +159,7 @@ class Solver:
             self._tell((1 + 4 * number) / (2 + 4 * len(families)))
             _sample(pool, Chain(Linearization(graph, pins)), choices, samples)
         self._tell(0.8)
-        if self._is_rough:
+        if self.rough:
             Search(graph, pool, Linearization(graph)).lower_peak(tries // 10)
         else:
             _improve(graph, pool, tries)
