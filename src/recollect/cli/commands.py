@@ -38,8 +38,6 @@ _ARGUMENT = re.compile(r"(model|batch|make_batch|loss|optimizer|budget|offload|p
 
 
 class _Result(NamedTuple):
-    """The output of a command."""
-
     text: str
     figures: dict[str, Any]  #: for ``--json``
     shown: HasPage
@@ -97,7 +95,6 @@ def _frontier_of(arguments: Namespace, status: Status) -> recollect.Frontier:
 
 
 def _options(arguments: Namespace, target: Target, status: Status) -> dict[str, Any]:
-    """The options of everything that plans a step."""
     return {
         "loss": target.loss,
         "optimizer": target.optimizer,

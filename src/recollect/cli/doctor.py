@@ -34,8 +34,6 @@ _STEPS = 3
 
 
 class _Finding(NamedTuple):
-    """The result of a check, and advice."""
-
     text: str
     state: str = _OK
     advice: str = ""

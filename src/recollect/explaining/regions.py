@@ -224,7 +224,6 @@ class RerunRegion(Region):
 
 
 def _recorded(frame: Frame | None) -> RecordMode | None:
-    """The mode of a policy in the forward of ``frame``."""
     if frame is None or frame.contexts is None or not isinstance(frame.contexts[0], RecordMode):
         return None
     return frame.contexts[0]

@@ -259,7 +259,6 @@ class Tables:
                 self.holds[values[value].op].append((storage, end))
 
     def _find_actions(self, graph: Graph) -> None:
-        """Find what happens in the step, in order."""
         events = graph.events
         #: All actions of the step; ``of_saved`` is the same without ``OP``.
         self.actions: list[Action] = []

@@ -147,12 +147,9 @@ class _Number(NamedTuple):
 
 
 class _Numbers:
-    """Extrapolates numbers from some sizes to another.
+    """Extrapolates numbers of bytes, rounded up to blocks, from some sizes to another one.
 
-    Args:
-        size: The size.
-        sizes: The others, in ascending order of their products.
-        block: Numbers of bytes are rounded up to multiples of it.
+    ``sizes``: in ascending order of their products.
     """
 
     def __init__(self, size: Size, sizes: Sequence[Size], block: int = 1) -> None:

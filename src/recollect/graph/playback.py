@@ -310,7 +310,6 @@ class Playback:
         self._drop_unpacked(value)
 
     def _drop_unpacked(self, value: int) -> None:
-        """Autograd no longer uses a saved tensor that it has unpacked."""
         if self.given[value]:
             self.given[value] -= 1
             if not self.given[value] and value not in self.working.here:
@@ -324,7 +323,6 @@ class Playback:
             self._drop(self.graph.values[value].storage)
 
     def _run_op(self, number: int) -> None:
-        """Run an op again."""
         tables, working, given = self.tables, self.working, self.given
         here, nbytes = working.here, tables.nbytes
         op = self.graph.ops[number]
@@ -437,7 +435,6 @@ class Playback:
         self.made += self.tables.nbytes[value]
 
     def _fetch_now(self, value: int) -> None:
-        """Fetch an offloaded value, and wait for it."""
         nbytes = self.graph.values[value].nbytes
         if value in self.fetched:
             self.ahead_bytes -= nbytes

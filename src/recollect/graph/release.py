@@ -110,15 +110,12 @@ def pop_unneeded(order: list[tuple[int, int]], alive: int) -> list[int]:
 
 
 class WorkingSet(Generic[T]):
-    """Values that one backward has recomputed or fetched and still needs.
-
-    Args:
-        uses: By value: how often it will still be read or unpacked.
-    """
+    """Values that one backward has recomputed or fetched and still needs."""
 
     __slots__ = ("given", "here", "uses")
 
     def __init__(self, uses: list[int]) -> None:
+        #: By value: how often it will still be read or unpacked.
         self.uses = uses
         #: By value.
         self.here: dict[int, T] = {}

@@ -114,7 +114,6 @@ def uses_under(graph: Graph, schedule: Schedule) -> list[int]:
 
 
 def _outcome(run: Playback, *, curve: bool = False) -> Outcome:
-    """Play backward, and sum up."""
     run.backward()
     levels = _levels(run)
     peak, busiest, parts = _peak(run, levels)
@@ -133,7 +132,6 @@ def _outcome(run: Playback, *, curve: bool = False) -> Outcome:
 
 
 def _levels(run: Playback) -> list[int]:
-    """By event of a step that was played: the bytes during it."""
     return list(map(add, run.tables.least, accumulate(run.changes)))
 
 
@@ -166,7 +164,6 @@ def _noted(run: Playback, levels: list[int]) -> list[int]:
 
 
 def _peak(run: Playback, levels: list[int]) -> tuple[int, int, tuple[int, int, int, int]]:
-    """The peak, its event, and its parts."""
     peak = max(levels)
     event = levels.index(peak)
     more = run.tables.during[event]

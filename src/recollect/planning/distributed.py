@@ -163,8 +163,6 @@ def communicating_op(model: nn.Module, recording: Recording) -> str | None:
 
 
 class _CollectiveWatch(DispatchMode):
-    """Notes the first op that communicates."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first: str | None = None

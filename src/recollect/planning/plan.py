@@ -314,7 +314,6 @@ def _stack(content: Any) -> Stack:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples, at any depth."""
     if isinstance(value, dict):
         return {name: _tuples(each) for name, each in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -74,16 +74,10 @@ _CLEARLY_SLOWER_IN_LOOP = 2.0
 
 
 class Planner:
-    """Makes plans for one recorded step.
+    """Makes plans for one recorded step. ``state``: of its model; ``signature``: of its batch.
 
-    Args:
-        step: The step.
-        profile: What was recorded of it.
-        state: Of the model, when it was recorded.
-        signature: Of the batch.
-        progress: Called with what is being done.
-        untried: The fraction of a budget that is left free.
-        bench: Runs the step, perhaps in other processes too; by default in this one.
+    ``untried``: the fraction of a budget that is left free. ``bench``: runs the step, perhaps in
+    other processes too; by default in this one.
     """
 
     #: Whether a schedule is tried that offloads with slack.
@@ -246,7 +240,6 @@ class Planner:
         return replace(found, peaks=peaks, time=profile.timing, plain_time=profile.timing)
 
     def _least_schedule(self) -> Schedule:
-        """The schedule of the least peak, of those that were tried."""
         self.trials.peak(self._trimmed(self.solver.least_solution().schedule))
         return self.trials.least_tried()
 
@@ -342,7 +335,6 @@ class Planner:
         )
 
     def _compiled_step(self, budget: int, candidate: Candidate) -> CompiledStep | None:
-        """What is saved of the graphs of a compiled model."""
         return None
 
     def _is_plain(self, budget: int, candidate: Candidate) -> bool:
@@ -429,7 +421,6 @@ class Planner:
         return list_points(self.trials, self._frontier())
 
     def _frontier(self) -> list[Solution]:
-        """The best solutions of both solvers."""
         if self._only is not None:
             return []
         found = self.solver.frontier()

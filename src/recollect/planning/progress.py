@@ -74,8 +74,6 @@ def _is_for_python(plan: Plan, slower: float) -> bool:
 
 
 class _Lines:
-    """Prints each stage once."""
-
     def __init__(self) -> None:
         self._last = ""
 

@@ -187,7 +187,6 @@ class Trials:
                 wrap_modules(model, () if runner.plan is None else runner.plan.wrapped)
 
     def _obstacle(self) -> str | None:
-        """Why the step cannot be run now as it was recorded, if so."""
         model = self.step.model
         if not isinstance(vars(model).get(OPTIONS), Runner | None):
             return (
@@ -197,7 +196,6 @@ class Trials:
         return self._difference()
 
     def _difference(self) -> str | None:
-        """How the model differs from what was recorded, if it does."""
         model = self.step.model
         other = compare_state(self._state, model)
         if other is None:

@@ -108,7 +108,6 @@ class Explanation(HasPage):
 
 
 def _rows(rows: Sequence[Row]) -> str:
-    """The largest lines, in the order of the ops."""
     if not rows:
         return "Nothing is held, and nothing is recomputed."
 

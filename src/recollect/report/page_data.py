@@ -139,7 +139,6 @@ def _phases(marks: Sequence[Mark]) -> dict[str, float | None]:
 
 
 def _curve(name: str, kind: str, curve: _Curve, marks: Sequence[Mark]) -> dict[str, Any]:
-    """A curve, what runs under it, and when backward begins."""
     points = thinned(curve, _BUCKETS)
     time, peak = max(points, key=lambda point: point[1])
     texts: dict[str, int] = {}
@@ -186,7 +185,6 @@ def thinned(curve: _Curve, buckets: int) -> list[tuple[float, int]]:
 
 
 def _extremes(points: _Curve) -> list[tuple[float, int]]:
-    """The first, the last, the highest and the lowest, in their order."""
     order = range(len(points))
     highest = max(order, key=lambda n: points[n][1])
     lowest = min(order, key=lambda n: points[n][1])

@@ -134,7 +134,6 @@ def _merged(groups: Sequence[Group], position: int) -> Group:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Such as ``0-3,7,9-11``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

@@ -132,5 +132,4 @@ def sizes_table(report: SizesReport) -> str:
 
 
 def _rate(rate: float) -> str:
-    """Three digits."""
     return f"{rate:,.0f}" if rate >= 99.95 else f"{rate:.3g}"

@@ -198,7 +198,6 @@ def _fitted(path: str, width: int) -> str:
 
 
 def _short(name: str, width: int = _NAME) -> str:
-    """``name``, without its middle if it is long."""
     if len(name) <= width:
         return name
     half = (width - 3) // 2

@@ -155,8 +155,6 @@ def _in_words(entry: Any) -> str:
 
 
 class _BatchReader:
-    """Searches the values of a batch."""
-
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.signature: list[Any] = []
         self.tensors: list[_Tensor] = []

@@ -48,8 +48,6 @@ def build_graph(
 
 
 class _Storages:
-    """The storages of the graph, which the plan decides on."""
-
     def __init__(self, trace: StepTrace, block: int) -> None:
         self._sizes = trace.sizes
         self.block = block
@@ -117,7 +115,6 @@ class _ForwardPart:
         return [self.recorded.values[number] for number in op.results]
 
     def _numbers(self, recorded: Iterable[int]) -> tuple[int, ...]:
-        """The numbers in the graph of recorded values, of those that it has."""
         return tuple(self.values[number] for number in recorded if number in self.values)
 
     # --- ops --------------------------------------------------------------------------------------
@@ -265,7 +262,6 @@ class _Builder:
         )
 
     def _turn(self) -> int:
-        """The first event of backward after the last forward."""
         events = self._trace.events
         begin = max((n for n, event in enumerate(events) if event.op >= 0), default=-1) + 1
         later = (n for n, event in enumerate(events[begin:], begin) if event.is_backward)

@@ -31,8 +31,6 @@ def check_model(model: Any) -> None:
 
 
 class _TensorSummary(NamedTuple):
-    """A parameter or buffer."""
-
     text: str  #: its shape and dtype
     nbytes: int
     is_trained: bool

@@ -236,8 +236,6 @@ def trace_step(
 
 
 class _Traced(NamedTuple):
-    """A step that was traced."""
-
     trace: StepTrace
     recordings: list[Recording]  #: of each call of its forward
     base: int  #: the bytes before it
@@ -276,7 +274,6 @@ def _run_traced(
 
 
 def _profile_of(step: TrainingStep, prices: Prices, link: Link | None, traced: _Traced) -> Profile:
-    """The profile of a step that was traced."""
     if len(traced.recordings) != 1:
         times = "not once" if not traced.recordings else f"{len(traced.recordings)} times"
         raise ValueError(

@@ -72,13 +72,8 @@ def sampled(
 ) -> Timing:
     """Call ``sample``, which measures once or several times, until the samples agree.
 
-    Args:
-        sample: Returns seconds.
-        low: The quantile that counts.
-        long: Whether half of the samples have to agree.
-        least: How many samples are taken in any case.
-        most: After how many samples it gives up.
-        seconds: After how many seconds it gives up, once there are ``least`` samples.
+    After ``most`` samples it gives up, or after so many seconds, once there are ``least`` samples.
+    ``low`` and ``long``: as in `timing_of`.
     """
     samples: list[float] = []
     while True:

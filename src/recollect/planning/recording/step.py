@@ -453,7 +453,6 @@ def check_loss(loss: Any, model: nn.Module) -> None:
 
 
 def _loss_fix(loss: Any) -> str:
-    """How to make a loss of what a loss function has returned."""
     if loss is None:
         return "Does the loss function end without a return? Return the loss"
     if isinstance(loss, (int, float)):

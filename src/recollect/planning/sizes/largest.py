@@ -336,7 +336,6 @@ class LargestSearch:
 
     @property
     def _room(self) -> int:
-        """The budget for simulated peaks, so that measured ones stay within the real one."""
         return int(self.budget / self._excess)
 
     def _is_expected_to_fit(self, size: int) -> bool:
@@ -416,7 +415,6 @@ class LargestSearch:
         self._points[size] = SizePoint(size, False, plain_peak, least, None, "plan")
 
     def _confirm_plain(self) -> _Confirmed:
-        """The plan for the largest size that fits without one, which keeps everything."""
         size = self._plain_size
         plan = self.steps.planner(size).plan_for(self.budget)
         seconds = plan.measured_time or plan.predicted_time

@@ -48,10 +48,7 @@ _MOST_PIVOTS = 500
 def lower_bound(graph: Graph, budget: int, *, offload: bool = False) -> float:
     """A lower bound on the seconds of schedules within ``budget`` bytes; infinite: none fits.
 
-    Args:
-        graph: The step.
-        budget: Bytes.
-        offload: Whether schedules may offload results.
+    ``offload``: whether they may offload results.
     """
     if simulate_plain(graph).peak <= budget:
         return graph.plain_seconds
@@ -99,8 +96,6 @@ def _with_link(live: Liveness, budget: int) -> float:
 
 
 class _PriceSearch:
-    """Finds the best prices for a budget."""
-
     def __init__(self, live: Liveness, relaxation: Relaxation, budget: int) -> None:
         self._relaxation = relaxation
         self._least = live.least

@@ -134,7 +134,6 @@ def _turn(line: Linearization) -> int:
 
 
 def _pareto(points: list[_Point]) -> list[_Point]:
-    """The points that no other dominates."""
     points.sort()
     found: list[_Point] = []
     least = float("inf")

@@ -78,8 +78,6 @@ def _try_grid(
 
 
 class _Variants:
-    """Makes variants of schedules that offload."""
-
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._choices = frozenset(graph.choices)
@@ -149,7 +147,6 @@ class _Variants:
         return len(ops)
 
     def _first_unpack(self, schedule: Schedule) -> int:
-        """The first event that unpacks an offloaded value."""
         values = self._graph.values
         unpacks = [
             self._graph.tables.unpacks[number]

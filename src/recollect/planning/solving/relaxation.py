@@ -80,12 +80,7 @@ class _Item:
 
 
 class Relaxation:
-    """The choices of a schedule, with the rules of `simulate` as far as a cut expresses them.
-
-    Args:
-        live: The live ranges of the step.
-        offload: Whether values can be offloaded.
-    """
+    """The choices of a schedule, with the rules of `simulate` as far as a cut expresses them."""
 
     def __init__(self, live: Liveness, *, offload: bool = False) -> None:
         self._live = live

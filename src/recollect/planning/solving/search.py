@@ -169,7 +169,6 @@ class Search:
         return found
 
     def _exchange(self, kept: frozenset[int], budget: int, limit: int) -> frozenset[int] | None:
-        """Keep one op instead of another."""
         seconds = self._pool.evaluate(self._keeping(kept)).seconds
         for _, drop, op in self._exchanges(kept):
             if self._pool.count >= limit:
@@ -235,11 +234,9 @@ class Search:
     # --- random changes ---------------------------------------------------------------------------
 
     def perturb(self, tries: int, part: float = 1.0) -> None:
-        """Change known schedules at random, always by the same numbers.
+        """Change known schedules at random, always by the same numbers, in at most ``tries``.
 
-        Args:
-            tries: The most simulations.
-            part: The part of the range of peaks, from the lowest, that is changed.
+        ``part``: the part of the range of peaks, from the lowest, that is changed.
         """
         draw = Random(0)
         limit = self._pool.count + tries
