@@ -119,15 +119,7 @@ def _outcome(run: Playback, *, curve: bool = False) -> Outcome:
     peak, busiest, parts = _peak(run, levels)
     drawn, starts = _curve(run, levels) if curve else ((), ())
     return Outcome(
-        peak,
-        run.clock,
-        run.rerun,
-        run.waits,
-        busiest,
-        parts,
-        tuple(run.arrivals),
-        drawn,
-        starts,
+        peak, run.clock, run.rerun, run.waits, busiest, parts, tuple(run.arrivals), drawn, starts
     )
 
 

@@ -52,11 +52,7 @@ class Trials:
     plain_schedule: Schedule | None = None
 
     def __init__(
-        self,
-        bench: Bench,
-        profile: Profile,
-        state: ModelState,
-        progress: Progress,
+        self, bench: Bench, profile: Profile, state: ModelState, progress: Progress
     ) -> None:
         self.step = bench.step
         self.profile = profile

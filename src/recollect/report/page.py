@@ -28,14 +28,7 @@ from recollect.report.page_data import (
     sizes_data,
     steps_of,
 )
-from recollect.report.plan_report import (
-    Figure,
-    PlanReport,
-    figures,
-    heading,
-    point_cells,
-    summary,
-)
+from recollect.report.plan_report import Figure, PlanReport, figures, heading, point_cells, summary
 from recollect.report.rows import Row, common_text, lists_by, pattern, sums_of
 from recollect.report.sizes import (
     SIZES_HEADER,

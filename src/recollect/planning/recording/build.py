@@ -9,16 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 
-from recollect.graph.graph import (
-    Event,
-    Graph,
-    Link,
-    Op,
-    SavedTensor,
-    Storage,
-    Value,
-    fixed_bytes,
-)
+from recollect.graph.graph import Event, Graph, Link, Op, SavedTensor, Storage, Value, fixed_bytes
 from recollect.planning.recording.trace import StepTrace
 from recollect.policy.op_info import op_info
 from recollect.replay.function_call import PackedTensor

@@ -163,11 +163,7 @@ Forecast = GraphForecast | TrendForecast
 
 
 def forecast_of(
-    profiles: Mapping[int, Profile],
-    leasts: Mapping[int, int],
-    *,
-    offload: bool,
-    progress: Progress,
+    profiles: Mapping[int, Profile], leasts: Mapping[int, int], *, offload: bool, progress: Progress
 ) -> Forecast:
     """The best forecast that recordings allow. ``leasts``: least peaks, by size, if measured."""
     growth = Growth.of(((size,), profile.graph) for size, profile in profiles.items())
