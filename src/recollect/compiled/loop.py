@@ -127,7 +127,7 @@ class LoopSteps:
         if self._is_void:
             self._give_up()
         if self._profilers and not self._is_waiting():
-            timeline = timeline_of(ended_profiler(self._profilers.pop()), self.device)
+            timeline = timeline_of(ended_profiler(self._profilers.pop()).events(), self.device)
             if len(timeline.stretches) > 1:
                 self._on_measured(timeline)
             else:  # nothing compiled has run

@@ -21,7 +21,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from recollect._torch.autograd import forms_of_outputs, node_behind
 from recollect._torch.inductor import assumed, known_size
 from recollect.compiled.joint import Joint
-from recollect.planning.recording.memory_events import profiled_events
+from recollect.planning.recording.memory_events import profiled
 
 #: How autograd's function of AOTAutograd is called in a profile.
 _FORWARD = "CompiledFunction"
@@ -49,8 +49,8 @@ class Timeline:
 
 def measured_timeline(run: Callable[[], Any], device: torch.device) -> Timeline | None:
     """Run a step, and measure what it holds around its compiled graphs; None: it cannot be told."""
-    found = profiled_events(run)
-    return None if found is None else timeline_of(found, device)
+    found = profiled(run)
+    return None if found is None else timeline_of(found.events(), device)
 
 
 def timeline_of(events: Iterable[Any], device: torch.device) -> Timeline:

@@ -37,7 +37,7 @@ OTHER_HOOKS = (
 )
 #: What else helps against a budget that is too small.
 SMALLER_BATCH = ", or use a smaller batch"
-_CLEAR_GRADIENTS = (
+CLEAR_GRADIENTS = (
     "The gradients that are there already stay for the whole step: if the loop clears them before "
     "it, call model.zero_grad(set_to_none=True) and plan again"
 )
@@ -173,21 +173,17 @@ def infeasible_text(
     budget: int,
     least: int,
     parts: Iterable[tuple[str, int]],
+    hints: Iterable[str],
     *,
     is_plain: bool,
-    clears_gradients: bool,
-    has_other_hooks: bool,
 ) -> str:
     """Say that no plan of the model ``title`` fits into a budget, and what helps.
 
     ``parts``: of the least peak. ``is_plain``: whether that is the peak of the plain step.
-    ``clears_gradients``: whether the gradients that are there already may be cleared.
     """
     ordered = sorted(parts, key=lambda part: -part[1])
     listed = ", ".join(f"{bytes_text(size)} {name}" for name, size in ordered if size)
     useless = " A plan saves nothing: the plain step takes as much." if is_plain else ""
-    hints = [_CLEAR_GRADIENTS] if clears_gradients else []
-    hints += [OTHER_HOOKS] if has_other_hooks else []
     return (
         f"budget: no plan brings the step of this {title} down to {bytes_text(budget)} "
         f"({budget:,} bytes); the least that works is {bytes_text(least)}: budget={least}. At its "

@@ -27,7 +27,9 @@ from recollect.graph.graph import Graph, Link, Schedule
 from recollect.graph.simulate import Outcome, simulate, simulate_plain
 from recollect.planning.budget import IF_SHAPES_VARY, resolve_budget
 from recollect.planning.describe import (
+    CLEAR_GRADIENTS,
     HELD_GRADIENTS,
+    OTHER_HOOKS,
     assumptions,
     infeasible_text,
     list_notes,
@@ -270,15 +272,12 @@ class Planner:
         outcome = self.trials.plain_outcome() if is_plain else simulate(self.graph, schedule)
         if self._held:
             least = math.ceil((least + self._held) * (1 + self._untried))
-        text = infeasible_text(
-            self.trials.title,
-            budget,
-            least,
-            (*list_parts(outcome, least - self._held, gradients), (HELD_GRADIENTS, self._held)),
-            is_plain=is_plain,
-            clears_gradients=gradients > 0 and not self._from_loop,
-            has_other_hooks=self.step.has_other_hooks,
-        )
+        parts = list_parts(outcome, least - self._held, gradients)
+        parts = *parts, (HELD_GRADIENTS, self._held)
+        hints = [CLEAR_GRADIENTS] if gradients > 0 and not self._from_loop else []
+        hints += [OTHER_HOOKS] if self.step.has_other_hooks else []
+        title = self.trials.title
+        text = infeasible_text(title, budget, least, parts, hints, is_plain=is_plain)
         return InfeasibleBudget(text, budget=budget, least=least)
 
     # --- the plan ---------------------------------------------------------------------------------

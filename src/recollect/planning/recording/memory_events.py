@@ -29,16 +29,8 @@ def allocated_by(run: Callable[[], Any], device: torch.device) -> tuple[int, int
         run()
         left = torch.cuda.memory_allocated(device) - before
         return torch.cuda.max_memory_allocated(device) - before, left
-    profiler = started_profiler()
-    if profiler is None:
-        run()
-        return 0, 0
-    try:
-        run()
-    finally:
-        ended = _ended(profiler)
-    blocks = Blocks()
-    for change in memory_changes(ended):
+    found, blocks = profiled(run), Blocks()
+    for change in [] if found is None else memory_changes(found):
         blocks.apply(change)
     return blocks.peak, blocks.total
 
@@ -81,8 +73,8 @@ class Blocks:
         return address + self._sizes[address]
 
 
-def profiled_events(run: Callable[[], Any]) -> list[Any] | None:
-    """Run with a profiler of memory, and return its events; None if another one is at work."""
+def profiled(run: Callable[[], Any]) -> Any | None:
+    """Run with a profiler of memory. Returns what it found; None if another one is at work."""
     profiler = started_profiler()
     if profiler is None:
         run()
@@ -90,16 +82,11 @@ def profiled_events(run: Callable[[], Any]) -> list[Any] | None:
     try:
         run()
     finally:
-        events = ended_profiler(profiler)
-    return events
+        found = ended_profiler(profiler)
+    return found
 
 
-def ended_profiler(profiler: profile) -> list[Any]:
-    """End a profiler, and return its events."""
-    return list(_ended(profiler).events())
-
-
-def _ended(profiler: profile) -> Any:
+def ended_profiler(profiler: profile) -> Any:
     """End a profiler, and return what it found."""
     with stderr_hushed():
         profiler.__exit__(None, None, None)

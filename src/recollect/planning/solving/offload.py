@@ -39,52 +39,46 @@ _OVER_CAPACITY = 1.2
 _SMALL = 64
 
 
-def add_offload(graph: Graph, pool: Pool, tries: int) -> None:
-    """Add variants of the solutions of a pool that offload part of what they keep."""
-    variants = _Variants(graph)
-    coarse, fine = (_COARSE, _FINE) if tries >= _FEW_TRIES else (_COARSE_FEW, _FINE_FEW)
-    _try_grid(variants, pool, pool.frontier(), coarse, tries // 2)
-    # Where that helped, other values may help more.
-    offloading = [solution for solution in pool.frontier() if solution.schedule.offloaded]
-    _try_grid(variants, pool, offloading, fine, tries - tries // 2)
+class Offloader:
+    """Adds variants of schedules that offload to a pool."""
 
-
-def offload_for(graph: Graph, pool: Pool, bases: Sequence[Solution], budget: int) -> None:
-    """Add solutions for one budget: of others, with just as much offloaded as it takes.
-
-    ``bases``: solutions that offload nothing, in ascending bytes.
-    """
-    variants = _Variants(graph)
-    above = [each.schedule for each in bases if each.outcome.peak > budget]
-    step = max(1, len(above) // _BASES)
-    for kept in above[::step]:
-        for ahead, lead in _FETCHES:
-            variants.fit(kept, pool, budget, ahead, lead)
-
-
-def _try_grid(
-    variants: _Variants, pool: Pool, solutions: list[Solution], grid: _Grid, tries: int
-) -> None:
-    if not solutions:
-        return
-    limit = pool.count + tries
-    count = max(1, min(len(solutions), tries // math.prod(map(len, grid))))
-    step = (len(solutions) - 1) / max(1, count - 1)
-    for number in sorted({round(n * step) for n in range(count)}):
-        for schedule in variants.of(solutions[number].schedule, grid):
-            if pool.count >= limit:
-                return
-            pool.try_out(schedule)
-
-
-class _Variants:
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: Graph, pool: Pool) -> None:
+        self._graph, self._pool = graph, pool
         self._choices = frozenset(graph.choices)
         #: By event: when it ends in the plain step.
         self._clock = list(accumulate(event.seconds for event in graph.events))
 
-    def of(self, schedule: Schedule, grid: _Grid) -> Iterator[Schedule]:
+    def add(self, tries: int) -> None:
+        """Add variants of the known solutions that offload part of what they keep."""
+        coarse, fine = (_COARSE, _FINE) if tries >= _FEW_TRIES else (_COARSE_FEW, _FINE_FEW)
+        self._try_grid(self._pool.frontier(), coarse, tries // 2)
+        # Where that helped, other values may help more.
+        offloading = [each for each in self._pool.frontier() if each.schedule.offloaded]
+        self._try_grid(offloading, fine, tries - tries // 2)
+
+    def add_for(self, bases: Sequence[Solution], budget: int) -> None:
+        """Add solutions for one budget: of others, with just as much offloaded as it takes.
+
+        ``bases``: solutions that offload nothing, in ascending bytes.
+        """
+        above = [each.schedule for each in bases if each.outcome.peak > budget]
+        for kept in above[:: max(1, len(above) // _BASES)]:
+            for ahead, lead in _FETCHES:
+                self._fit(kept, budget, ahead, lead)
+
+    def _try_grid(self, solutions: list[Solution], grid: _Grid, tries: int) -> None:
+        if not solutions:
+            return
+        limit = self._pool.count + tries
+        count = max(1, min(len(solutions), tries // math.prod(map(len, grid))))
+        step = (len(solutions) - 1) / max(1, count - 1)
+        for number in sorted({round(n * step) for n in range(count)}):
+            for schedule in self._variants(solutions[number].schedule, grid):
+                if self._pool.count >= limit:
+                    return
+                self._pool.try_out(schedule)
+
+    def _variants(self, schedule: Schedule, grid: _Grid) -> Iterator[Schedule]:
         """The schedule with some of the kept values offloaded."""
         shares, aheads, leads = grid
         # The plain step keeps results that no plan can keep.
@@ -96,7 +90,7 @@ class _Variants:
             if offloaded:
                 yield from self._fetched(Schedule(kept - offloaded, offloaded), aheads, leads)
 
-    def fit(self, schedule: Schedule, pool: Pool, budget: int, ahead: float, lead: float) -> None:
+    def _fit(self, schedule: Schedule, budget: int, ahead: float, lead: float) -> None:
         """Offload as few values of a schedule as it takes to be within a budget."""
         kept = schedule.kept & self._choices
         ops = self._worth_a_copy(Schedule(kept))
@@ -105,7 +99,7 @@ class _Variants:
             middle = (low + high) // 2
             offloaded = frozenset(ops[:middle])
             (found,) = self._fetched(Schedule(kept - offloaded, offloaded), (ahead,), (lead,))
-            if pool.evaluate(found).peak <= budget:
+            if self._pool.evaluate(found).peak <= budget:
                 high = middle - 1
             else:
                 low = middle + 1

@@ -20,7 +20,7 @@ from recollect.graph.graph import Graph, Schedule
 from recollect.planning.solving.chain import Chain
 from recollect.planning.solving.linearization import Linearization, far_readers
 from recollect.planning.solving.modules import kept_between_blocks
-from recollect.planning.solving.offload import add_offload, offload_for
+from recollect.planning.solving.offload import Offloader
 from recollect.planning.solving.pool import Pool, Solution
 from recollect.planning.solving.search import Search
 
@@ -75,7 +75,7 @@ class Solver:
         pool = self._solutions()
         if self._here and not self.rough and budget not in self._asked:
             self._asked.add(budget)
-            offload_for(self.graph, pool, self._here, budget)
+            Offloader(self.graph, pool).add_for(self._here, budget)
             search = Search(self.graph, pool, Linearization(self.graph))
             search.speed_up(budget, _TRIES_PER_BUDGET)
         return pool.under(budget)
@@ -102,7 +102,7 @@ class Solver:
         pool = Pool(graph)
         in_forward = link.out_rate * sum(each.seconds for each in graph.events[: graph.turn])
         bases = [each for each in self._here if each.outcome.peak <= budget + in_forward]
-        offload_for(graph, pool, bases, budget)
+        Offloader(graph, pool).add_for(bases, budget)
         Search(graph, pool, Linearization(graph)).speed_up(budget, _TRIES_PER_BUDGET)
         found, here = pool.under(budget), self.solve_here(budget)
         if found is None or (here and here.outcome.seconds <= found.outcome.seconds):
@@ -144,7 +144,7 @@ class Solver:
         if self.offload and graph.link is not None and choices:
             self._tell(0.9)
             self._here = pool.frontier()
-            add_offload(graph, pool, max(tries, _OFFLOAD_TRIES))
+            Offloader(graph, pool).add(max(tries, _OFFLOAD_TRIES))
         return pool
 
     def _explore(self, pool: Pool, choices: frozenset[int], tries: int, samples: int) -> None:
