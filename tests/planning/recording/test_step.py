@@ -98,7 +98,7 @@ def _model() -> Custom:
     return Custom(3)
 
 
-X = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
+WIDE = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("optimizer", ["adam", torch.optim.AdamW, 3])
@@ -106,14 +106,14 @@ def test_an_optimizer_that_is_none(optimizer: Any) -> None:
     with pytest.raises(
         TypeError, match=r"optimizer should be a torch.optim.Optimizer, but got"
     ) as e:
-        recollect.plan(_model(), X, 0.5, loss=never, optimizer=optimizer)
+        recollect.plan(_model(), WIDE, 0.5, loss=never, optimizer=optimizer)
     assert "torch.optim.AdamW(model.parameters())" in str(e.value)
 
 
 def test_an_optimizer_that_calls_the_model_itself() -> None:
     model = _model()
     with pytest.raises(ValueError, match=r"optimizer: LBFGS needs a closure.* Leave it out"):
-        recollect.plan(model, X, 0.5, optimizer=torch.optim.LBFGS(model.parameters()))
+        recollect.plan(model, WIDE, 0.5, optimizer=torch.optim.LBFGS(model.parameters()))
 
 
 def test_an_optimizer_of_another_model() -> None:
@@ -121,14 +121,14 @@ def test_an_optimizer_of_another_model() -> None:
     optimizer = torch.optim.AdamW(other.parameters())
     message = r"optimizer: this AdamW has none of the parameters of this Custom that are trained"
     with pytest.raises(ValueError, match=message):
-        recollect.plan(model, X, 0.5, loss=never, optimizer=optimizer)
+        recollect.plan(model, WIDE, 0.5, loss=never, optimizer=optimizer)
 
 
 def test_an_optimizer_of_a_part_and_of_others_too() -> None:
     model, other = _model(), _model()
     given = [*model.layers[0].parameters(), *other.parameters()]
     optimizer = torch.optim.AdamW(given)
-    plan = recollect.plan(model, X, 1.0, loss=squares, optimizer=optimizer)
+    plan = recollect.plan(model, WIDE, 1.0, loss=squares, optimizer=optimizer)
     assert plan.budget == plan.plain_peak
 
 
@@ -136,7 +136,7 @@ def test_an_optimizer_of_a_part_and_of_others_too() -> None:
 def test_a_loss_that_takes_more_than_the_output(criterion: Any) -> None:
     message = r"loss: .* has two parameters.* is a tuple.*lambda output: criterion\("
     with pytest.raises(TypeError, match=message):
-        recollect.plan(_model(), (X, X), 0.5, loss=criterion)
+        recollect.plan(_model(), (WIDE, WIDE), 0.5, loss=criterion)
 
 
 @pytest.mark.parametrize(
@@ -145,23 +145,23 @@ def test_a_loss_that_takes_more_than_the_output(criterion: Any) -> None:
 def test_a_loss_that_takes_neither_the_output_nor_both(loss: Any) -> None:
     message = r"loss is called with .*: loss=lambda output: \.\.\. or loss=lambda output, batch:"
     with pytest.raises(TypeError, match=message):
-        recollect.plan(_model(), X, 0.5, loss=loss)
+        recollect.plan(_model(), WIDE, 0.5, loss=loss)
 
 
 @pytest.mark.parametrize("loss", [nn.Flatten(), torch.relu, torch.nn.functional.dropout])
 def test_a_loss_that_takes_the_output_alone_is_called(loss: Any) -> None:
     with pytest.raises(ValueError, match="loss should give one number"):
-        recollect.plan(_model(), X, 0.5, loss=loss)
+        recollect.plan(_model(), WIDE, 0.5, loss=loss)
 
 
 def test_a_loss_that_cannot_be_called() -> None:
     with pytest.raises(TypeError, match="loss should be a function of the model's output"):
-        recollect.plan(_model(), X, 0.5, loss="mse")
+        recollect.plan(_model(), WIDE, 0.5, loss="mse")
 
 
 def test_a_loss_that_was_called_already() -> None:
     with pytest.raises(TypeError, match=r"lambda output, batch: \.\.\., but got Tensor$"):
-        recollect.plan(_model(), X, 0.5, loss=X.sum())
+        recollect.plan(_model(), WIDE, 0.5, loss=WIDE.sum())
 
 
 def test_a_model_whose_result_needs_no_gradient() -> None:
@@ -170,7 +170,7 @@ def test_a_model_whose_result_needs_no_gradient() -> None:
             return super().forward(x).detach()
 
     with pytest.raises(ValueError, match="loss of this Cut depends on nothing that requires a"):
-        recollect.plan(Cut(), X, 0.5, loss=squares)
+        recollect.plan(Cut(), WIDE, 0.5, loss=squares)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_loss_that_backward_cannot_start_from(loss: Any, message: str) -> None
     model = _model()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=message):
-        recollect.plan(model, X, 0.5, loss=loss)
+        recollect.plan(model, WIDE, 0.5, loss=loss)
     assert type(model) is Custom
     assert all(p.grad is None for p in model.parameters())
     assert all(
