@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import recollect
 from recollect.cli.demo import bitwise_equal
 from recollect.cli.screen import say
-from recollect.planning.recording.host_link import measured_link
+from recollect.planning.recording.sampling import measured_link
 from recollect.report.units import bytes_text
 from recollect.store.pool import memory_of_machine
 

@@ -27,7 +27,6 @@ from recollect.planning.planner import Planner
 from recollect.planning.prepare import Offload, check_can_offload
 from recollect.planning.progress import Progress, silent, tell_plan
 from recollect.planning.ranks.together import Local, make_traced_plan
-from recollect.planning.recording.host_link import measured_link
 from recollect.planning.recording.model_state import gradients_of, parameters_of
 from recollect.planning.recording.record import (
     Profile,
@@ -36,7 +35,7 @@ from recollect.planning.recording.record import (
     schedule_of,
     simulated_profile,
 )
-from recollect.planning.recording.sampling import now
+from recollect.planning.recording.sampling import measured_link, now
 from recollect.planning.recording.step import device_of, storage_sizes
 from recollect.planning.ways import Bench
 from recollect.replay.named_schedule import trimmed

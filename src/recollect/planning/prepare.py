@@ -17,8 +17,8 @@ from recollect.graph.graph import Link
 from recollect.modules import OPTIONS
 from recollect.planning.distributed import check_not_distributed
 from recollect.planning.recording.batch import check_batch, cut_off, signature_of_batch, split_batch
-from recollect.planning.recording.host_link import measured_link
 from recollect.planning.recording.model_state import ModelState, check_model, find_mode_layer
+from recollect.planning.recording.sampling import measured_link
 from recollect.planning.recording.step import Loss, TrainingStep
 
 Offload = bool | Literal["auto"]

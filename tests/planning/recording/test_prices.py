@@ -17,8 +17,8 @@ from torch import Tensor, distributed
 from recollect._torch.devices import stderr_hushed
 from recollect.planning.planner import Planner
 from recollect.planning.prepare import Request
-from recollect.planning.recording import prices, sampling, workspaces
-from recollect.planning.recording.prices import OpPrice, Prices
+from recollect.planning.recording import memory_events, prices, sampling
+from recollect.planning.recording.prices import OpPrice, Prices, flops_of
 from recollect.planning.recording.record import profile_step
 from recollect.planning.recording.sampling import Timing
 from recollect.planning.recording.step import TrainingStep
@@ -257,8 +257,8 @@ def test_what_a_library_allocates_once_is_no_workspace() -> None:
             torch.empty(4000)
         torch.empty(100)
 
-    assert workspaces.workspace_of(lambda: run(False), torch.device("cpu")) == 400
-    assert workspaces.workspace_of(lambda: run(True), torch.device("cpu")) == 16_000
+    assert memory_events.workspace_of(lambda: run(False), torch.device("cpu")) == 400
+    assert memory_events.workspace_of(lambda: run(True), torch.device("cpu")) == 16_000
     # The second run in a step tells what all later ones take.
     with torch.library._scoped_library("recollect_first", "DEF") as library:
         seen = []
@@ -290,3 +290,36 @@ def test_what_the_first_run_of_an_op_loads_is_no_part_of_its_price() -> None:
     assert large.seconds == 5 * MS  # not so far from what the others take for their bytes
     assert 2 * MS < softmax.seconds < 10 * MS
     assert [each.seconds for each in (*usual, adds)] == [1 * MS, 1.0, 0.2 * MS]
+
+
+aten = torch.ops.aten
+
+
+def _of(*shape: int) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def test_a_product_takes_two_operations_for_each_pair() -> None:
+    assert flops_of(aten.mm.default, (_of(3, 5), _of(5, 7)), {}) == 2 * 3 * 5 * 7
+    bias = (_of(7), _of(3, 5), _of(5, 7))
+    assert flops_of(aten.addmm.default, bias, {}) == 2 * 3 * 5 * 7
+
+
+def test_attention_on_the_cpu_multiplies_all_queries_and_keys() -> None:
+    query, key = _of(2, 4, 6, 8), _of(2, 4, 10, 8)
+    pairs = 2 * 4 * 6 * 10 * 8
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert flops_of(forward, (query, key, key), {}) == 2 * 2 * pairs
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    assert flops_of(backward, (query, query, key, key), {}) == 5 * 2 * pairs
+
+
+def test_a_convolution_counts_its_results() -> None:
+    args = (_of(2, 3, 8, 8), _of(5, 3, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    results = 2 * 5 * 6 * 6
+    assert flops_of(aten.convolution.default, args, {}) == 2 * results * 3 * 3 * 3
+
+
+@pytest.mark.parametrize("op", [aten.add.Tensor, aten.mul.Tensor, torch.sin])
+def test_other_ops_have_none(op: object) -> None:
+    assert flops_of(op, (_of(4), _of(4)), {}) == 0

@@ -7,8 +7,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
-from recollect.planning.recording.sampling import sampled, timing_of
+from recollect.planning.recording import sampling
+from recollect.planning.recording.sampling import Timing, sampled, timing_of
 from tests.planning._clock import TICK, Clock
 
 pytestmark = pytest.mark.usefixtures("no_bound")
@@ -61,3 +63,24 @@ def test_long_samples_have_to_agree_by_half(clock: Clock) -> None:
 
 def test_nothing_is_known_of_a_single_sample(clock: Clock) -> None:
     assert not timing_of([1.0]).is_steady
+
+
+def test_a_link_is_measured_again_when_it_is_stale(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[float] = []
+
+    def timed(*_: Any) -> Timing:
+        taken.append(sampling.now())
+        return Timing(0.01, 0.0, sampling.now())
+
+    monkeypatch.setattr(sampling, "_copying", timed)
+    monkeypatch.setattr(sampling, "_known_links", {})
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    device = torch.device("cuda:0")
+    first = sampling.measured_link(device)
+    assert sampling.measured_link(device) == first
+    assert len(taken) == 2
+    clock.now += 301
+    sampling.measured_link(device)
+    assert len(taken) == 4

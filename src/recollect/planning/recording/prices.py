@@ -8,33 +8,37 @@ simple ops need to move as many bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from recollect._torch.devices import keep_device_busy, profiler_is_on
 from recollect._torch.modes import no_dispatch_modes
-from recollect._torch.ops import OpOverload, op_name
+from recollect._torch.ops import OpOverload, flop_formula, op_name
 from recollect._torch.pytree import tree_leaves, tree_map_only
-from recollect.planning.recording.estimate import flops_of
-from recollect.planning.recording.memory_events import allocated_by
-from recollect.planning.recording.sampling import Timing, now, sampled, timing_of
-from recollect.planning.recording.workspaces import (
+from recollect.planning.recording.memory_events import (
     allocated_beside_results,
+    allocated_by,
     apart_from_profilers,
-    likely_workspace,
     workspace_of,
+)
+from recollect.planning.recording.sampling import (
+    LOW,
+    Timing,
+    elapsed,
+    now,
+    sampled,
+    timing_events,
+    timing_of,
+    timing_on_cuda,
 )
 from recollect.policy.op_info import OpInfo, op_info
 
 _Tensor = torch.Tensor
-#: On a device: how often work is issued before its times are read, and the quantile that counts.
-#: The lowest sample may be of a clock rate that had just changed.
-_ISSUED = 5
-_LOW = 0.25
 #: Bytes by which the rate of simple ops is measured; bytes a second, if there is no room for them.
 _PROBE = 32 << 20
 _SLOW = 5e9
@@ -54,6 +58,12 @@ _ANY_OP = 20e-6
 #: those others move.
 _OUTLIER = 4.0
 _LARGE = 1 << 20
+#: Attention on the CPU, for which torch has no formula: the position of the queries, and how many
+#: products of queries and keys it takes.
+_CPU_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 5),
+}
 #: In how many of its runs the workspace of such an op is measured: the last of them counts. In the
 #: first, libraries try what is fast, and allocate what they need once.
 _MEASURED = 2
@@ -86,37 +96,65 @@ _CANNOT_RUN = (RuntimeError, ValueError, IndexError, TypeError)
 _known: dict[Any, OpPrice] = {}
 
 
+class _Call(NamedTuple):
+    """A call of an op, perhaps on fake tensors."""
+
+    info: OpInfo
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        return self.info.call(*self.args, **self.kwargs)
+
+    def on(self, make: Callable[[_Tensor], _Tensor]) -> _Call:
+        """The same call on tensors that ``make`` makes of its own."""
+        args, kwargs = tree_map_only(_Tensor, make, (self.args, self.kwargs))
+        return self._replace(args=args, kwargs=kwargs)
+
+    def repeatable(self) -> Callable[[], Any] | None:
+        """A function that runs the op once more and changes nothing; None if there is none."""
+        info, func = self.info, self.func
+        if type(func) is not OpOverload or func.namespace not in ("aten", "prims"):
+            return None
+        call = self
+        if info.writes or info.updates_statistics:
+            written = {id(tensor) for tensor in info.written(self.args, self.kwargs)}
+            call = self.on(lambda leaf: leaf.clone() if id(leaf) in written else leaf)
+        if not info.is_random:
+            return lambda: func(*call.args, **call.kwargs)
+
+        def draw() -> Any:
+            with torch.random.fork_rng():
+                return func(*call.args, **call.kwargs)
+
+        return None if info.generator(self.args, self.kwargs) is not None else draw
+
+
+@dataclass(eq=False)
 class Prices:
-    """Runs ops, and prices those that it has not met before.
+    """Runs ops, and prices those that it has not met before."""
 
-    Args:
-        device: Where the step computes.
-        fakes: Whether ops run on fake tensors, and are priced on real ones made for that.
-        once: Whether no op may run twice: there may be neither memory nor time for it.
-        estimates: Whether ops that would take long are priced by their shapes, and not run.
-    """
+    device: torch.device  #: where the step computes
+    _: KW_ONLY
+    #: Whether ops run on fake tensors, and are priced on real ones made for that.
+    fakes: bool = False
+    #: Whether no op may run twice: there may be neither memory nor time for it.
+    once: bool = False
+    #: Whether ops that would take long are priced by their shapes, and not run.
+    estimates: bool = False
+    _flop_rates: dict[torch.dtype, float] = field(default_factory=dict, init=False)
+    #: The seconds that are left for single runs of ops that take long.
+    _time_left: float = field(default=_SINGLE_RUNS, init=False)
+    #: The price of each kind of call, and of each call.
+    _prices: dict[Any, OpPrice] = field(default_factory=dict, init=False)
+    _ran: list[OpPrice] = field(default_factory=list, init=False)
+    #: What ran beside the user's profiler, each with a call on tensors like its arguments.
+    _unmeasured: list[tuple[OpPrice, _Call]] = field(default_factory=list, init=False)
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        fakes: bool = False,
-        once: bool = False,
-        estimates: bool = False,
-    ) -> None:
-        self.device = device
-        self._estimates = estimates
-        self._flop_rates: dict[torch.dtype, float] = {}
-        #: The seconds that are left for single runs of ops that take long.
-        self._time_left = _SINGLE_RUNS
-        self._on_cuda = device.type == "cuda"
-        self._fakes = fakes
-        self._once = once
-        #: The price of each kind of call, and of each call.
-        self._prices: dict[Any, OpPrice] = {}
-        self._ran: list[OpPrice] = []
-        #: What ran beside the user's profiler, each with a call on tensors like its arguments.
-        self._unmeasured: list[tuple[OpPrice, Callable[[], int | None]]] = []
+    @property
+    def _on_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
     @property
     def spread(self) -> float:
@@ -128,70 +166,70 @@ class Prices:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[OpPrice | None, Any]:
         """Run an op. Returns its price, None if it only makes a view, and its result."""
-        info = op_info(func)
+        call = _Call(op_info(func), func, args, kwargs)
+        info = call.info
         if (info.runs_no_kernel and not info.writes) or info.sets_storage:
-            return None, info.call(*args, **kwargs)
-        key = (func, self.device, torch.get_num_threads(), _described((args, kwargs)))
-        price = self._prices.get(key)
-        if price is None:
-            price = self._prices[key] = self._priced(key, info, func, args, kwargs)
+            return None, call.run()
+        price = self._price_of(call)
         if price.runs is None:
-            result = info.call(*args, **kwargs)
-        else:
-            with no_dispatch_modes():
-                result = self._timed_run(price, info, func, args, kwargs)
-        self._ran.append(price)
-        return price, result
+            return price, call.run()
+        with no_dispatch_modes():
+            return price, self._timed_run(price, call)
 
     def price(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPrice:
         """The price of an op that is not run: with ``fakes``, on tensors like its arguments."""
-        key = (func, self.device, torch.get_num_threads(), _described((args, kwargs)))
-        if key not in self._prices:
-            self._prices[key] = self._priced(key, op_info(func), func, args, kwargs)
-        self._ran.append(self._prices[key])
-        return self._prices[key]
+        return self._price_of(_Call(op_info(func), func, args, kwargs))
 
     def moving(self, nbytes: int) -> float:
         """The seconds that a simple op takes to read and write so many bytes."""
         return nbytes / self._bandwidth
 
-    def _priced(
-        self, key: Any, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> OpPrice:
-        known = _known.get(key)
-        if known is not None and known.is_good:
-            return known
-        moved = _bytes_of((args, kwargs))
-        price = OpPrice(op_name(func), _is_simple(func), moved)
+    def _price_of(self, call: _Call) -> OpPrice:
+        described = tuple(map(_description, tree_leaves((call.args, call.kwargs))))
+        key = (call.func, self.device, torch.get_num_threads(), described)
+        price = self._prices.get(key)
+        if price is None:
+            price = _known.get(key)
+            if price is None or not price.is_good:
+                price = self._priced(call)
+            self._prices[key] = price
+        self._ran.append(price)
+        return price
+
+    def _priced(self, call: _Call) -> OpPrice:
+        tensors = [each for each in tree_leaves((call.args, call.kwargs)) if _is_tensor(each)]
+        moved = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+        price = OpPrice(op_name(call.func), _is_simple(call.func), moved)
         with no_dispatch_modes():
-            if self._fakes:
-                self._price_on_others(price, info, func, args, kwargs)
+            if self.fakes:
+                self._price_on_others(price, call)
+            elif not self.once and (repeat := call.repeatable()) is not None:
+                self._measure(price, repeat)
             else:
-                repeat = None if self._once else _repeatable(info, func, args, kwargs)
-                if repeat is not None:
-                    self._measure(price, repeat)
-                else:
-                    price.runs = []
+                price.runs = []
         return price
 
     def finish(self) -> None:
         """The step is over: price what must not run twice, and remember all prices."""
         if self._on_cuda:
             torch.accelerator.synchronize(self.device)
-        self._measure_workspaces()
+        unmeasured, self._unmeasured = self._unmeasured, []
+        for price, call in unmeasured:  # once more, in a thread without the user's profiler
+            found = apart_from_profilers(partial(_workspace_on_others, call, self.device))
+            price.workspace = _likely_workspace(price, _known.values()) if found is None else found
         single: list[OpPrice] = []
         for key, price in self._prices.items():
             if price.runs:
-                runs = _seconds_of(price.runs) if self._on_cuda else price.runs
-                self._set(price, timing_of(runs, _LOW if self._on_cuda else 0.0))
+                runs = elapsed(price.runs) if self._on_cuda else price.runs
+                self._set(price, timing_of(runs, LOW if self._on_cuda else 0.0))
                 single += [price] if len(runs) == 1 else []
                 price.runs = None
             known = _known.get(key)
-            if self._estimates and price.timing is None:
+            if self.estimates and price.timing is None:
                 continue
-            if not self._once and (known is None or not known.is_good):
+            if not self.once and (known is None or not known.is_good):
                 _known[key] = price
-        if self._once and self._on_cuda:
+        if self.once and self._on_cuda:
             limit_single_runs(single, self._prices.values())
 
     def forget(self) -> None:
@@ -201,73 +239,56 @@ class Prices:
 
     # --- measuring --------------------------------------------------------------------------------
 
-    def _measure_workspaces(self) -> None:
-        """Run what ran beside the user's profiler once more, in a thread without one."""
-        unmeasured, self._unmeasured = self._unmeasured, []
-        for price, again in unmeasured:
-            found = apart_from_profilers(again)
-            price.workspace = likely_workspace(price, _known.values()) if found is None else found
-
-    def _timed_run(
-        self, price: OpPrice, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _timed_run(self, price: OpPrice, call: _Call) -> Any:
         runs = price.runs
         assert runs is not None
-        run = partial(self._time_run, runs, info.call, args, kwargs)
         # A collective goes on in a thread of its own.
-        if not self._once or info.communicates or len(runs) >= _MEASURED:
-            return run()
+        if not self.once or call.info.communicates or len(runs) >= _MEASURED:
+            return self._time_run(runs, call)
         out: list[Any] = []
 
         def keep() -> Any:
-            out.append(run())
+            out.append(self._time_run(runs, call))
             return out[0]
 
         if not profiler_is_on():
             price.workspace = workspace_of(keep, self.device)
         elif self._on_cuda:
-            price.workspace = allocated_beside_results(keep, (args, kwargs), self.device)
+            values = call.args, call.kwargs
+            price.workspace = allocated_beside_results(keep, values, self.device)
         else:
             keep()
             if len(runs) == 1:
-                alike = tree_map_only(_Tensor, _likeness, (args, kwargs))
-                again = partial(_workspace_on_others, info, func, alike, self.device)
-                self._unmeasured.append((price, again))
+                self._unmeasured.append((price, call.on(_likeness)))
         return out[0]
 
-    def _time_run(
-        self, runs: list[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self._on_cuda:
-            begin, end = _timing_events()
-            if self._once:
-                # A step that is traced is slow to issue work. While the device waits for that, time
-                # would pass between the two events: give it something to do.
-                keep_device_busy()
-            begin.record()
-            result = func(*args, **kwargs)
-            end.record()
-            runs.append((begin, end))
-        else:
+    def _time_run(self, runs: list[Any], call: _Call) -> Any:
+        if not self._on_cuda:
             start = now()
-            result = func(*args, **kwargs)
+            result = call.run()
             runs.append(now() - start)
+            return result
+        begin, end = timing_events()
+        if self.once:
+            # A step that is traced is slow to issue work. While the device waits for that, time
+            # would pass between the two events: give it something to do.
+            keep_device_busy()
+        begin.record()
+        result = call.run()
+        end.record()
+        runs.append((begin, end))
         return result
 
-    def _price_on_others(
-        self, price: OpPrice, info: OpInfo, func: Any, args: Any, kwargs: Any
-    ) -> None:
+    def _price_on_others(self, price: OpPrice, call: _Call) -> None:
         """Price an op of fake tensors on real ones like them."""
         if "_rnn" in price.name:  # only its library knows how large its workspace is
-            raise NotImplementedError(f"{func} has a workspace that cannot be predicted")
-        is_long = self._estimates and self._estimate(price, func, args, kwargs)
-        if is_long and not self._can_run_once(price, func):
-            price.workspace = likely_workspace(price, self._prices.values())
+            raise NotImplementedError(f"{call.func} has a workspace that cannot be predicted")
+        is_long = self.estimates and self._estimate(price, call)
+        if is_long and not self._can_run_once(price, call.func):
+            price.workspace = _likely_workspace(price, self._prices.values())
             return
-        make = partial(_real, device=self.device)
         try:
-            args, kwargs = tree_map_only(_Tensor, make, (args, kwargs))
-            repeat = _repeatable(info, func, args, kwargs)
+            repeat = call.on(partial(_real, device=self.device)).repeatable()
             if repeat is not None and is_long:
                 price.workspace = self._workspace(repeat)
                 return
@@ -288,13 +309,13 @@ class Prices:
         self._time_left -= price.seconds
         return True
 
-    def _estimate(self, price: OpPrice, func: Any, args: Any, kwargs: Any) -> bool:
+    def _estimate(self, price: OpPrice, call: _Call) -> bool:
         """Price an op by its arithmetic and its bytes, if that is long; returns whether it is."""
         seconds = price.moved / self._bandwidth
-        flops = flops_of(func, args, kwargs)
+        flops = flops_of(call.func, call.args, call.kwargs)
         if flops:
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, _Tensor)]
-            seconds += flops / self._flop_rate(tensors[0].dtype)
+            tensor = next(filter(_is_tensor, tree_leaves(call.args)))
+            seconds += flops / self._flop_rate(tensor.dtype)
         if seconds <= _LONG:
             return False
         price.seconds = seconds
@@ -317,7 +338,7 @@ class Prices:
     @cached_property
     def _bandwidth(self) -> float:
         """Bytes that a simple op reads and writes in a second."""
-        if self._once:
+        if self.once:
             return _SLOW
         try:
             here = torch.empty(_PROBE // 4, device=self.device)
@@ -375,28 +396,13 @@ def limit_single_runs(single: Iterable[OpPrice], prices: Iterable[OpPrice]) -> N
             price.seconds = min(price.seconds, most)
 
 
-def _timing_events() -> tuple[Any, Any]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-
-def _seconds_of(events: list[tuple[Any, Any]]) -> list[float]:
-    return [begin.elapsed_time(end) / 1e3 for begin, end in events]
-
-
-def timing_on_cuda(run: Callable[[], Any], device: torch.device) -> Timing:
-    """Time ``run`` on a device."""
-
-    def issue() -> list[float]:
-        """Run several times one after the other; read the times afterwards."""
-        pairs = [_timing_events() for _ in range(_ISSUED)]
-        for begin, end in pairs:
-            begin.record()
-            run()
-            end.record()
-        torch.accelerator.synchronize(device)
-        return _seconds_of(pairs)
-
-    return sampled(issue, low=_LOW, least=_ISSUED)
+def _likely_workspace(price: OpPrice, others: Iterable[OpPrice]) -> int:
+    """Estimate the workspace of an op from the same op on other arguments."""
+    known = [each for each in others if each.name == price.name and each.moved]
+    if not known or not price.moved:
+        return 0
+    nearest = min(known, key=lambda each: abs(math.log(each.moved / price.moved)))
+    return math.ceil(nearest.workspace * max(1.0, price.moved / nearest.moved))
 
 
 # --- one op ---------------------------------------------------------------------------------------
@@ -408,25 +414,8 @@ def _is_simple(func: Any) -> bool:
     return is_pointwise or "norm" in name or "softmax" in name
 
 
-def _repeatable(
-    info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[], Any] | None:
-    """A function that runs the op once more and changes nothing; None if there is none."""
-    if type(func) is not OpOverload or func.namespace not in ("aten", "prims"):
-        return None
-    if info.writes or info.updates_statistics:
-        written = {id(tensor) for tensor in info.written(args, kwargs)}
-        args, kwargs = tree_map_only(
-            _Tensor, lambda leaf: leaf.clone() if id(leaf) in written else leaf, (args, kwargs)
-        )
-    if not info.is_random:
-        return lambda: func(*args, **kwargs)
-
-    def draw() -> Any:
-        with torch.random.fork_rng():
-            return func(*args, **kwargs)
-
-    return None if info.generator(args, kwargs) is not None else draw
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, _Tensor)
 
 
 def _likeness(tensor: _Tensor) -> _Tensor:
@@ -437,14 +426,11 @@ def _likeness(tensor: _Tensor) -> _Tensor:
     return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
 
 
-def _workspace_on_others(
-    info: OpInfo, func: Any, alike: tuple[tuple[Any, ...], dict[str, Any]], device: torch.device
-) -> int | None:
+def _workspace_on_others(alike: _Call, device: torch.device) -> int | None:
     """The workspace of an op, run once more on tensors like its arguments; None if it cannot."""
     out: list[Any] = []
     try:
-        args, kwargs = tree_map_only(_Tensor, partial(_real, device=device), alike)
-        repeat = _repeatable(info, func, args, kwargs)
+        repeat = alike.on(partial(_real, device=device)).repeatable()
         return None if repeat is None else workspace_of(lambda: out.append(repeat()), device)
     except _CANNOT_RUN:
         return None
@@ -464,17 +450,8 @@ def _real(fake: _Tensor, device: torch.device) -> _Tensor:
     return tensor
 
 
-def _bytes_of(values: Any) -> int:
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, _Tensor)]
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
-
-
-def _described(values: Any) -> tuple[Any, ...]:
-    """A key of the arguments: calls with the same key cost the same."""
-    return tuple(_description(leaf) for leaf in tree_leaves(values))
-
-
 def _description(leaf: Any) -> Any:
+    """Of an argument: calls with equal ones cost the same."""
     if isinstance(leaf, _Tensor):
         if leaf.layout is not torch.strided:
             return leaf.shape, leaf.dtype, str(leaf.layout)
@@ -482,3 +459,24 @@ def _description(leaf: Any) -> Any:
     if isinstance(leaf, torch.UntypedStorage):  # whose text is all that it holds
         return leaf.nbytes()
     return repr(leaf)
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The operations of a product, a convolution or attention; 0 of any other op.
+
+    The arguments may be fake tensors.
+    """
+    attention = _CPU_ATTENTION.get(op_name(func))
+    if attention is not None:
+        first, products = attention
+        queries, keys = args[first : first + 2]
+        return int(2 * products * queries.numel() * keys.shape[-2])
+    formula = flop_formula(func)
+    if formula is None:
+        return 0
+    args, kwargs = tree_map_only(torch.Tensor, _without_data, (args, kwargs))
+    return int(formula(*args, **kwargs, out_val=func(*args, **kwargs)))
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Times work on a machine that others use too (P3).
+"""Times work on a machine that others use too, and the link to the host (P3).
 
 Disturbances make a sample longer, so the lowest counts. Samples are taken until others agree with
 it, or until they have taken long enough. How far apart they are is the *spread*: the error of a
@@ -14,6 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from recollect.graph.graph import Link
 
 #: The spread up to which samples agree.
 _AGREE = 0.05
@@ -23,6 +28,14 @@ _TICK = 1e-6
 _FRESH = 300.0
 #: The spread of a single sample.
 _UNKNOWN = 1.0
+#: On a device: how often work is issued before its times are read, and the quantile that counts.
+#: The lowest sample may be of a clock rate that had just changed.
+_ISSUED = 5
+LOW = 0.25
+#: Bytes that are copied to measure it, and the part of its rate that is left while kernels use the
+#: memory too.
+_COPIED = 64 << 20
+_SHARE = 0.97
 
 
 def now() -> float:
@@ -83,3 +96,53 @@ def sampled(
         timing = timing_of(samples, low, long=long)
         if timing.is_steady or len(samples) >= most or sum(samples) >= seconds:
             return timing
+
+
+# --- on a device ----------------------------------------------------------------------------------
+
+
+def timing_events() -> tuple[Any, Any]:
+    """What to record on a device before and after its work, to time that."""
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def elapsed(events: list[tuple[Any, Any]]) -> list[float]:
+    """The seconds between events that a device has passed."""
+    return [begin.elapsed_time(end) / 1e3 for begin, end in events]
+
+
+def timing_on_cuda(run: Callable[[], Any], device: torch.device) -> Timing:
+    """Time ``run`` on a device."""
+
+    def issue() -> list[float]:
+        """Run several times one after the other; read the times afterwards."""
+        pairs = [timing_events() for _ in range(_ISSUED)]
+        for begin, end in pairs:
+            begin.record()
+            run()
+            end.record()
+        torch.accelerator.synchronize(device)
+        return elapsed(pairs)
+
+    return sampled(issue, low=LOW, least=_ISSUED)
+
+
+_known_links: dict[torch.device, tuple[Timing, Timing]] = {}
+
+
+def measured_link(device: torch.device) -> Link | None:
+    """The rates of copies to the host and back; None if they cannot run beside the computation."""
+    if device.type != "cuda":
+        return None
+    known = _known_links.get(device)
+    if known is None or not all(timing.is_good for timing in known):
+        here = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+        there = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+        known = _copying(there, here, device), _copying(here, there, device)
+        _known_links[device] = known
+    return Link(*(_SHARE * _COPIED / timing.seconds for timing in known))
+
+
+def _copying(to: torch.Tensor, source: torch.Tensor, device: torch.device) -> Timing:
+    with torch.cuda.device(device):
+        return timing_on_cuda(lambda: to.copy_(source, non_blocking=True), device)
