@@ -34,7 +34,7 @@ from recollect.planning.recording.step import TrainingStep
 from recollect.planning.solving.pool import Solution
 from recollect.planning.solving.solve import Solver
 from recollect.planning.trial import Candidate, Trials
-from recollect.planning.ways import Bench, Peaks, Way, peaks_under
+from recollect.planning.ways import Bench, Peaks, Way
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 
 #: How often a schedule is compiled for a budget: if one fits, and if none does yet.
@@ -282,9 +282,9 @@ class CompiledTrials(Trials):
         code = make_code(self.decisions(schedule), self.observed.sites)
         way = _CompiledWay(called=code.called)
         with self._plan_removed():  # the first step compiles
-            peaks = peaks_under(way, self.step, WarnOnce(), self._trying, warm=1)
+            peaks = self._bench.peaks(way, self._trying, warm=1)
         self.code[schedule] = code
-        return peaks, False
+        return peaks
 
     def _way(self, schedule: Schedule | None) -> Way:
         plain = self.observed.called

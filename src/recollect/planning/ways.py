@@ -118,31 +118,6 @@ class Peaks:
         return cls(peak, peak, each=(peak,))
 
 
-def peaks_under(
-    way: Way,
-    step: TrainingStep,
-    warnings: WarnOnce,
-    progress: Callable[[float], None],
-    reports: list[CallReport] | None = None,
-    warm: int = 0,
-) -> Peaks:
-    """The peaks of steps that are run in a way. The first ``warm`` of them do not count."""
-    measured, spare = [], []
-    output: list[int] = []
-    with step.undone(), way.applied(step.model, warnings, output.append, reports):
-        for number in range(_STEPS):
-            if number < warm:
-                step.run()
-                continue
-            progress(number / _STEPS)
-            measured.append(step.measured_peak())
-            spare.append(step.spare_blocks())
-    expected = max(map(sum, zip(measured, spare, strict=True)))
-    # In the lowest of them nothing was late.
-    expected = max(expected, min(measured) + step.late_bytes())
-    return Peaks(max(measured), expected, max(output, default=None), tuple(measured))
-
-
 def times_under(ways: Sequence[Way], bench: Bench, warm: int = 1) -> list[Timing]:
     """The time of a step in each of several ways, after ``warm`` steps in each.
 
@@ -155,10 +130,11 @@ def times_under(ways: Sequence[Way], bench: Bench, warm: int = 1) -> list[Timing
 class Bench:
     """Runs a step in ways that are asked for, and measures it.
 
-    Args:
-        step: The step.
-        made: The bytes that its forward makes, by module.
+    ``made``: the bytes that its forward makes, by module.
     """
+
+    #: How often steps are timed; None: until their times agree.
+    rounds: int | None = None
 
     def __init__(self, step: TrainingStep, made: Mapping[str, int]) -> None:
         self.step = step
@@ -166,15 +142,29 @@ class Bench:
         self._warnings = WarnOnce()
 
     def peaks(
-        self, way: Way, progress: Callable[[float], None] = lambda _: None
+        self, way: Way, progress: Callable[[float], None] = lambda _: None, warm: int = 0
     ) -> tuple[Peaks, bool]:
-        """The peaks of steps, and whether one of them was not as recorded: it depends on chance."""
-        reports: list[CallReport] = []
-        peaks = peaks_under(way, self.step, self._warnings, progress, reports)
+        """The peaks of steps, and whether one of them was not as recorded: it depends on chance.
+
+        The first ``warm`` of them do not count.
+        """
+        step, reports = self.step, list[CallReport]()
+        measured, spare, output = list[int](), list[int](), list[int]()
+        with step.undone(), way.applied(step.model, self._warnings, output.append, reports):
+            for number in range(_STEPS):
+                if number < warm:
+                    step.run()
+                    continue
+                progress(number / _STEPS)
+                measured.append(step.measured_peak())
+                spare.append(step.spare_blocks())
+        expected = max(map(sum, zip(measured, spare, strict=True)))
+        # In the lowest of them nothing was late.
+        expected = max(expected, min(measured) + step.late_bytes())
+        peaks = Peaks(max(measured), expected, max(output, default=None), tuple(measured))
         return peaks, any(map(self._differs, reports))
 
     def _differs(self, report: CallReport) -> bool:
-        """Whether a forward is not the recorded one."""
         if report.recording is None or report.difference is not None:
             return report.difference is not None
         return bytes_made(report, self._made) != self._made
@@ -188,7 +178,29 @@ class Bench:
 
     def samples(self, ways: Sequence[Way], warm: int) -> list[list[float]]:
         """The seconds of steps, by way and round; see `times_under`."""
-        return samples_under(ways, self.step, self._warnings, warm)
+        step, samples = self.step, [list[float]() for _ in ways]
+        with step.undone():
+            streams = read_streams(())
+            for way in ways:
+                with way.applied(step.model, self._warnings):
+                    for _ in range(warm):
+                        write_streams(settle_streams(streams))
+                        step.run()
+            while not self._is_enough(samples):
+                for way, found in zip(ways, samples, strict=True):
+                    with way.applied(step.model, self._warnings):
+                        write_streams(settle_streams(streams))
+                        found.append(step.seconds())
+        return samples
+
+    def _is_enough(self, samples: list[list[float]]) -> bool:
+        count, seconds = len(samples[0]), sum(map(sum, samples))
+        if self.rounds is not None:
+            return count >= self.rounds
+        if count < _LEAST:
+            return count > 1 and seconds > _SECONDS
+        timings = (timing_of(found, long=True) for found in samples)
+        return count >= _MOST or seconds > _SECONDS or all(each.is_steady for each in timings)
 
     def can_run(self, way: Way) -> bool:
         """Whether the step runs so, and recomputes what forward computed.
@@ -205,42 +217,6 @@ class Bench:
         except Exception:  # noqa: BLE001 - the user's code, run once more than it expects
             return False
         return True
-
-
-def samples_under(
-    ways: Sequence[Way],
-    step: TrainingStep,
-    warnings: WarnOnce,
-    warm: int,
-    rounds: int | None = None,
-) -> list[list[float]]:
-    """The seconds of steps, by way and round; after ``rounds``, or when they agree."""
-    samples: list[list[float]] = [[] for _ in ways]
-    with step.undone():
-        streams = read_streams(())
-        for way in ways:
-            with way.applied(step.model, warnings):
-                for _ in range(warm):
-                    write_streams(settle_streams(streams))
-                    step.run()
-        while True:
-            for way, found in zip(ways, samples, strict=True):
-                with way.applied(step.model, warnings):
-                    write_streams(settle_streams(streams))
-                    found.append(step.seconds())
-            if rounds is not None:
-                if len(samples[0]) >= rounds:
-                    return samples
-                continue
-            timings = [timing_of(found, long=True) for found in samples]
-            if _is_enough(len(samples[0]), sum(map(sum, samples)), timings):
-                return samples
-
-
-def _is_enough(rounds: int, seconds: float, timings: Sequence[Timing]) -> bool:
-    if rounds < _LEAST:
-        return rounds > 1 and seconds > _SECONDS
-    return rounds >= _MOST or seconds > _SECONDS or all(t.is_steady for t in timings)
 
 
 # --- the cost of the engine -----------------------------------------------------------------------

@@ -33,7 +33,7 @@ from recollect.planning.recording.model_state import ModelState
 from recollect.planning.recording.record import Profile, record_step
 from recollect.planning.recording.step import TrainingStep, is_out_of_memory
 from recollect.planning.solving.solve import Solver
-from recollect.planning.ways import Bench, Peaks, Way, samples_under
+from recollect.planning.ways import Bench, Peaks, Way
 from recollect.replay.named_schedule import NamedSchedule, trimmed
 from recollect.report.units import bytes_text
 
@@ -258,6 +258,8 @@ class Local:
 class Leader(Bench):
     """Has steps run on all ranks. Each method says what a follower's does."""
 
+    rounds = _ROUNDS
+
     def __init__(self, step: TrainingStep, made: Mapping[str, int], team: Team) -> None:
         super().__init__(step, made)
         self._team = team
@@ -277,9 +279,9 @@ class Leader(Bench):
         return max(self._all("plain_peak", lambda: here))
 
     def peaks(
-        self, way: Way, progress: Callable[[float], None] = lambda _: None
+        self, way: Way, progress: Callable[[float], None] = lambda _: None, warm: int = 0
     ) -> tuple[Peaks, bool]:
-        run = partial(super().peaks, way, progress)
+        run = partial(super().peaks, way, progress, warm)
         found = self._all("peaks", run, way)
         peaks = [each for each, _ in found]
         outputs = [each.output for each in peaks if each.output is not None]
@@ -295,10 +297,7 @@ class Leader(Bench):
         return max(self._all("predicted_peak", lambda: simulated, by, simulated))
 
     def samples(self, ways: Sequence[Way], warm: int) -> list[list[float]]:
-        def run() -> list[list[float]]:
-            return samples_under(ways, self.step, self._warnings, warm, _ROUNDS)
-
-        found = self._all("samples", run, ways, warm)
+        found = self._all("samples", partial(super().samples, ways, warm), ways, warm)
         return [[*map(max, zip(*of_way, strict=True))] for of_way in zip(*found, strict=True)]
 
     def can_run(self, way: Way) -> bool:
@@ -313,6 +312,8 @@ class Leader(Bench):
 
 class Follower(Bench):
     """Runs steps as the leader says."""
+
+    rounds = _ROUNDS
 
     def __init__(self, step: TrainingStep, local: Local, plain_peak: int) -> None:
         super().__init__(step, local.made)
@@ -329,9 +330,6 @@ class Follower(Bench):
         kept = frozenset[int]().union(*(part.kept for part in parts))
         offloaded = frozenset[int]().union(*(part.offloaded for part in parts))
         return simulate(graph, replace(parts[0], kept=kept, offloaded=offloaded)).peak
-
-    def samples(self, ways: Sequence[Way], warm: int) -> list[list[float]]:
-        return samples_under(ways, self.step, self._warnings, warm, _ROUNDS)
 
 
 def follow(team: Team, bench: Follower) -> Plan:
