@@ -229,7 +229,7 @@ def _check(graph, draw):
     graph = _with_link(graph, draw)
     bands = [draw.randrange(4) for _ in graph.ops]
     for schedule in _drawn(graph, draw):
-        run = Playback(graph, schedule, tables=Tables(_packed(graph, bands)))
+        run = Playback(graph, schedule, tables=Tables(_packed(graph, bands))).play()
         points = [*_points(run, bands)]
         curve = simulate(graph, schedule, curve=True).curve
         assert [seconds for seconds, _, _ in points] == [seconds for seconds, _ in curve]

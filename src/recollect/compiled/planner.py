@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from recollect._torch.fsdp import is_shared
-from recollect.checks.place import WarnOnce, warn_user
+from recollect.checks.place import warn_user
 from recollect.compiled.applied import Code, make_code
 from recollect.compiled.backend import Compiler
 from recollect.compiled.decisions import Away, CompiledStep, GraphDecision

@@ -191,6 +191,12 @@ class Playback:
             if number not in self.holders:
                 self.changes[end + 1] -= sizes[number]
 
+    def play(self) -> Playback:
+        """Play the whole step. Returns the playback."""
+        self.forward()
+        self.backward()
+        return self
+
     def forward(self) -> None:
         """Play forward."""
         tables, is_ticket = self.tables, self.is_ticket

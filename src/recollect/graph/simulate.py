@@ -53,9 +53,7 @@ def simulate(
 
     None: without a plan. Autograd holds all saved tensors.
     """
-    run = Playback(graph, schedule, unheld)
-    run.forward()
-    return _outcome(run, curve=curve)
+    return _outcome(Playback(graph, schedule, unheld).play(), curve=curve)
 
 
 def simulate_if(
@@ -67,7 +65,10 @@ def simulate_if(
     """
     run = Playback(graph, schedule)
     run.forward()
-    return _outcome(run) if is_useful(*_at_least(run)) else None
+    if not is_useful(*_at_least(run)):
+        return None
+    run.backward()
+    return _outcome(run)
 
 
 def simulate_plain(graph: Graph, *, curve: bool = False) -> Outcome:
@@ -85,10 +86,8 @@ class Transfer(NamedTuple):
 
 def transfers_under(graph: Graph, schedule: Schedule) -> list[Transfer]:
     """The offloaded values, in the order in which they leave the device."""
-    run = Playback(graph, schedule)
+    run = Playback(graph, schedule).play()
     offloaded = [value for op in sorted(run.offloads) for value in run.offloads[op]]
-    run.forward()
-    run.backward()
     freed = [op for op, count in run.arrivals for _ in range(count)]
     return [
         Transfer(value, op, run.fetches[value])
@@ -99,10 +98,7 @@ def transfers_under(graph: Graph, schedule: Schedule) -> list[Transfer]:
 
 def levels_under(graph: Graph, schedule: Schedule) -> list[int]:
     """By event: the bytes during it, without what is recomputed for it and freed before."""
-    run = Playback(graph, schedule)
-    run.forward()
-    run.backward()
-    return _levels(run)
+    return _levels(Playback(graph, schedule).play())
 
 
 def uses_under(graph: Graph, schedule: Schedule) -> list[int]:
@@ -114,7 +110,6 @@ def uses_under(graph: Graph, schedule: Schedule) -> list[int]:
 
 
 def _outcome(run: Playback, *, curve: bool = False) -> Outcome:
-    run.backward()
     levels = _levels(run)
     peak, busiest, parts = _peak(run, levels)
     drawn, starts = _curve(run, levels) if curve else ((), ())
@@ -228,7 +223,7 @@ def stacked(
 
     There are at most ``most`` points.
     """
-    run = Playback(graph, schedule, tables=Tables(_packed(graph, bands)))
+    run = Playback(graph, schedule, tables=Tables(_packed(graph, bands))).play()
     points = [*_points(run, bands)]
     copies = [
         [Copy(start, end, graph.values[value].nbytes) for start, end, value in way]
@@ -250,9 +245,7 @@ def _seen(points: list[_Point], end: float, spans: int) -> Iterator[_Point]:
 
 
 def _points(run: Playback, bands: Sequence[int]) -> Iterator[_Point]:
-    """Play the step, with the tables of a `_packed` graph. Returns the points of its curve."""
-    run.forward()
-    run.backward()
+    """The curve of a step that was played with the tables of a `_packed` graph."""
     shifts = [_BITS * n for n in range(max(bands, default=0) + 2)]
     for seconds, packed in _curve(run, _levels(run))[0]:
         fixed, *levels = [packed >> shift & (1 << _BITS) - 1 for shift in shifts]
