@@ -468,7 +468,7 @@ def test_a_memory_that_an_op_is_given_is_not_read_to_know_it_again() -> None:
         def __repr__(self) -> str:
             raise AssertionError("would take minutes on a device")
 
-    assert prices._described((Memory(64), 2)) == (64, "2")
+    assert [prices._description(each) for each in (Memory(64), 2)] == [64, "2"]
 
 
 def test_a_model_whose_forward_runs_twice_is_refused() -> None:
