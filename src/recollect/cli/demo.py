@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recollect.cli.screen import Status, UsageError, say
-from recollect.planning.api import Frontier
+from recollect.planning.api import frontier
 from recollect.planning.plan import Plan
-from recollect.planning.planner import Planner
-from recollect.planning.prepare import Request
 from recollect.planning.recording.step import TrainingStep
 from recollect.report.plan_report import longer_text
 from recollect.report.table import columns
@@ -124,9 +122,8 @@ class _Training:
 
 def _plans(status: Status) -> list[Plan]:
     plain = _Training()
-    planner = Planner.of(Request(plain.model, plain.batch, optimizer=plain.optimizer), status)
-    frontier = Frontier(planner)
-    return [frontier.plan_for(fraction) for fraction in _BUDGETS]
+    found = frontier(plain.model, plain.batch, optimizer=plain.optimizer, progress=status)
+    return [found.plan_for(fraction) for fraction in _BUDGETS]
 
 
 def _train(trainings: Sequence[_Training], steps: int, status: Status) -> None:

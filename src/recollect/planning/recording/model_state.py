@@ -49,17 +49,14 @@ class ModelState:
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
         """The state of ``model`` now."""
-        evaluating = [name for name, module in model.named_modules() if not module.training]
-        tensors = [
-            (name, f"{list(t.shape)} {_short(t.dtype)}", _nbytes(t), is_trained)
-            for named, has_gradients in (
-                (named_parameters(model), True),
-                (model.named_buffers(), False),
-            )
-            for name, t in named
-            for is_trained in [has_gradients and t.requires_grad]
-        ]
-        compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+        named = [(name, each, each.requires_grad) for name, each in named_parameters(model)]
+        named += [(name, each, False) for name, each in model.named_buffers()]
+        tensors = (
+            (name, f"{list(each.shape)} {_short(each.dtype)}", _nbytes(each), is_trained)
+            for name, each, is_trained in named
+        )
+        evaluating = (name for name, module in model.named_modules() if not module.training)
+        compiled = (name for name, module in model.named_modules() if is_compiled(module))
         return cls(_autocast(), tuple(evaluating), tuple(tensors), tuple(compiled))
 
     @property
