@@ -1,4 +1,8 @@
-"""``MODULE:FUNCTION``: find it, call it, and check what it returns."""
+"""What a command is about: ``MODULE:FUNCTION``, or a config of transformers.
+
+The function is found and called, and what it returns is checked. A model that is made from a config
+is on the meta device, without weights.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,9 @@ from recollect.cli.screen import UsageError
 
 #: How many names are listed for somebody who has mistyped one.
 _NAMES = 8
+_PREFIX = "transformers:"
+#: The classes that make a model with a loss from a config, the first that can.
+_MAKERS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
 
 def _returns(second: str) -> str:
@@ -181,9 +188,7 @@ def _function(module: ModuleType, module_name: str, name: str, second: str) -> C
     return function
 
 
-_PREFIX = "transformers:"
-#: The classes that make a model with a loss from a config, the first that can.
-_MAKERS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+# --- a model of transformers from its config ------------------------------------------------------
 
 
 def is_config(text: str) -> bool:

@@ -30,6 +30,8 @@ from recollect.store.offload_batch import OffloadBatch
 
 _Tensor = torch.Tensor
 _PLAIN = (_Tensor, torch.nn.Parameter)
+_COPY = "(copy)"
+_MUST = "must keep: "
 
 
 def storages_of(tensor: _Tensor) -> list[torch.UntypedStorage]:
@@ -234,8 +236,7 @@ def _bytes_of(state: RngState) -> int:
     return sum(each.nbytes for each in (cpu, *(devices or ())))
 
 
-_COPY = "(copy)"
-_MUST = "must keep: "
+# --- of the replay engine -------------------------------------------------------------------------
 
 
 class _Part:

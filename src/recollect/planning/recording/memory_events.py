@@ -16,6 +16,9 @@ from recollect._torch.profiler import MemoryChange, changes_in_op, memory_change
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
 
+T = TypeVar("T")
+_Tensor = torch.Tensor
+
 
 def may_communicate() -> bool:
     """Whether this process may exchange tensors with others at any time.
@@ -114,8 +117,7 @@ def started_profiler() -> profile | None:
     return profiler
 
 
-T = TypeVar("T")
-_Tensor = torch.Tensor
+# --- of one op ------------------------------------------------------------------------------------
 
 
 def workspace_of(run: Callable[[], Any], device: torch.device) -> int:

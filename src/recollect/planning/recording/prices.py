@@ -396,6 +396,23 @@ def limit_single_runs(single: Iterable[OpPrice], prices: Iterable[OpPrice]) -> N
             price.seconds = min(price.seconds, most)
 
 
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The operations of a product, a convolution or attention; 0 of any other op.
+
+    The arguments may be fake tensors.
+    """
+    attention = _CPU_ATTENTION.get(op_name(func))
+    if attention is not None:
+        first, products = attention
+        queries, keys = args[first : first + 2]
+        return int(2 * products * queries.numel() * keys.shape[-2])
+    formula = flop_formula(func)
+    if formula is None:
+        return 0
+    args, kwargs = tree_map_only(_Tensor, _likeness, (args, kwargs))
+    return int(formula(*args, **kwargs, out_val=func(*args, **kwargs)))
+
+
 def _likely_workspace(price: OpPrice, others: Iterable[OpPrice]) -> int:
     """Estimate the workspace of an op from the same op on other arguments."""
     known = [each for each in others if each.name == price.name and each.moved]
@@ -459,24 +476,3 @@ def _description(leaf: Any) -> Any:
     if isinstance(leaf, torch.UntypedStorage):  # whose text is all that it holds
         return leaf.nbytes()
     return repr(leaf)
-
-
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The operations of a product, a convolution or attention; 0 of any other op.
-
-    The arguments may be fake tensors.
-    """
-    attention = _CPU_ATTENTION.get(op_name(func))
-    if attention is not None:
-        first, products = attention
-        queries, keys = args[first : first + 2]
-        return int(2 * products * queries.numel() * keys.shape[-2])
-    formula = flop_formula(func)
-    if formula is None:
-        return 0
-    args, kwargs = tree_map_only(torch.Tensor, _without_data, (args, kwargs))
-    return int(formula(*args, **kwargs, out_val=func(*args, **kwargs)))
-
-
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -200,7 +200,7 @@ class _Segment:
     def judge(self, problem: _Subproblem, kept: frozenset[int], *, passes: bool) -> SegmentChoice:
         """Simulate a choice. ``passes``: values that cross the whole segment are read behind it."""
         outcome = simulate(self.graph, Schedule(kept))
-        again = _reruns(problem, kept)
+        again = problem.reruns(kept)
         reads_across = any(self.outside[op] for op in again)
         reads_across = reads_across or (passes and self._has_passing())
         return SegmentChoice(
@@ -285,7 +285,7 @@ class Segments:
             for pays in (True, False) if effort and not cut else (False,):
                 problem = segment.subproblem(required, pays=pays)
                 free = frozenset(n for n, is_free in enumerate(problem.is_free) if is_free)
-                for chosen in _corners(problem, most):
+                for chosen in problem.corners(most):
                     kept = chosen | free
                     if kept not in found:
                         found[kept] = segment.judge(problem, kept, passes=passes)
@@ -398,7 +398,7 @@ class _Subproblem:
     An op whose result is needed is kept, at its bytes times the price, or recomputed, which takes
     its seconds and needs its inputs. At a given price the cheapest choice is a minimum cut. The
     choices that are best at some price are the corners of the convex hull of all choices:
-    `_corners` finds them by solving at the price at which two known ones cost the same.
+    `corners` finds them by solving at the price at which two known ones cost the same.
     """
 
     seconds: Sequence[float]  #: by op: the time to recompute it
@@ -409,75 +409,72 @@ class _Subproblem:
     outside_bytes: Sequence[int]  #: the bytes of each of these inputs
     saved: frozenset[int]  #: the ops whose results backward unpacks
 
+    def reruns(self, kept: frozenset[int]) -> set[int]:
+        """The ops that are recomputed if ``kept`` are kept."""
+        found: set[int] = set()
+        wanted = list(self.saved)
+        while wanted:
+            op = wanted.pop()
+            if op not in found and op not in kept and not self.is_free[op]:
+                found.add(op)
+                wanted += self.reads[op]
+        return found
 
-def _reruns(problem: _Subproblem, kept: frozenset[int]) -> set[int]:
-    """The ops that are recomputed if ``kept`` are kept."""
-    found: set[int] = set()
-    wanted = list(problem.saved)
-    while wanted:
-        op = wanted.pop()
-        if op not in found and op not in kept and not problem.is_free[op]:
-            found.add(op)
-            wanted += problem.reads[op]
-    return found
+    def corners(self, most: int) -> list[frozenset[int]]:
+        """The choices that are best at some price, about ``most`` of them at most."""
+        total = sum(self.seconds) + 1e-12
+        sizes = [nbytes for nbytes in self.nbytes if nbytes]
+        if not sizes:
+            return [self._at_price(0.0)]
+        low, high = 1e-3 * min(self.seconds) / sum(sizes), 1e3 * total / min(sizes)
+        small, quick = self._at_price(high), self._at_price(low)
+        found = {small: self._costs(small), quick: self._costs(quick)}
+        gaps = deque([(small, quick)])
+        while gaps and len(found) < most:
+            left, right = gaps.popleft()
+            nbytes = found[right][0] - found[left][0]
+            seconds = found[left][1] - found[right][1]
+            if nbytes <= 0 or seconds <= 0:
+                continue
+            between = self._at_price(seconds / nbytes)
+            if between not in found:
+                found[between] = self._costs(between)
+                gaps += [(left, between), (between, right)]
+        return list(found)
 
+    def _costs(self, kept: frozenset[int]) -> tuple[int, float]:
+        again = self.reruns(kept)
+        inputs = {number for op in again for number in self.outside[op]}
+        nbytes = sum(self.nbytes[op] or 0 for op in kept) + sum(
+            self.outside_bytes[n] for n in inputs
+        )
+        return nbytes, sum(self.seconds[op] for op in again)
 
-def _corners(problem: _Subproblem, most: int) -> list[frozenset[int]]:
-    """The choices that are best at some price, about ``most`` of them at most."""
-    total = sum(problem.seconds) + 1e-12
-    sizes = [nbytes for nbytes in problem.nbytes if nbytes]
-    if not sizes:
-        return [_at_price(problem, 0.0)]
-    low, high = 1e-3 * min(problem.seconds) / sum(sizes), 1e3 * total / min(sizes)
-    small, quick = _at_price(problem, high), _at_price(problem, low)
-    found = {small: _costs(problem, small), quick: _costs(problem, quick)}
-    gaps = deque([(small, quick)])
-    while gaps and len(found) < most:
-        left, right = gaps.popleft()
-        nbytes = found[right][0] - found[left][0]
-        seconds = found[left][1] - found[right][1]
-        if nbytes <= 0 or seconds <= 0:
-            continue
-        between = _at_price(problem, seconds / nbytes)
-        if between not in found:
-            found[between] = _costs(problem, between)
-            gaps += [(left, between), (between, right)]
-    return list(found)
-
-
-def _costs(problem: _Subproblem, kept: frozenset[int]) -> tuple[int, float]:
-    again = _reruns(problem, kept)
-    inputs = {number for op in again for number in problem.outside[op]}
-    nbytes = sum(problem.nbytes[op] or 0 for op in kept) + sum(
-        problem.outside_bytes[n] for n in inputs
-    )
-    return nbytes, sum(problem.seconds[op] for op in again)
-
-
-def _at_price(problem: _Subproblem, price: float) -> frozenset[int]:
-    """The ops to keep if a byte costs ``price`` seconds."""
-    ops = [op for op, is_free in enumerate(problem.is_free) if not is_free]
-    network = Network()
-    # An op is needed if the first node is on the side of the source, recomputed if the second is.
-    needed = {op: network.node() for op in ops}
-    again = {op: network.node() for op in ops}
-    inputs = [network.node() for _ in problem.outside_bytes]
-    for op in ops:
-        nbytes = problem.nbytes[op]
-        network.edge(needed[op], again[op], _NO_LIMIT if nbytes is None else _whole(price * nbytes))
-        network.edge(again[op], 1, _whole(problem.seconds[op]))
-        for read in problem.reads[op]:
-            if read in needed:
-                network.edge(again[op], needed[read], _NO_LIMIT)
-        for number in problem.outside[op]:
-            network.edge(again[op], inputs[number], _NO_LIMIT)
-        if op in problem.saved:
-            network.edge(0, needed[op], _NO_LIMIT)
-    for node, nbytes in zip(inputs, problem.outside_bytes, strict=True):
-        network.edge(node, 1, _whole(price * nbytes))
-    network.fill()
-    near = network.levels()
-    return frozenset(op for op in ops if near[needed[op]] >= 0 > near[again[op]])
+    def _at_price(self, price: float) -> frozenset[int]:
+        """The ops to keep if a byte costs ``price`` seconds."""
+        ops = [op for op, is_free in enumerate(self.is_free) if not is_free]
+        network = Network()
+        # An op is needed if its first node is on the side of the source, recomputed if the second.
+        needed = {op: network.node() for op in ops}
+        again = {op: network.node() for op in ops}
+        inputs = [network.node() for _ in self.outside_bytes]
+        for op in ops:
+            nbytes = self.nbytes[op]
+            keeping = _NO_LIMIT if nbytes is None else _whole(price * nbytes)
+            network.edge(needed[op], again[op], keeping)
+            network.edge(again[op], 1, _whole(self.seconds[op]))
+            for read in self.reads[op]:
+                if read in needed:
+                    network.edge(again[op], needed[read], _NO_LIMIT)
+            for number in self.outside[op]:
+                network.edge(again[op], inputs[number], _NO_LIMIT)
+            if op in self.saved:
+                network.edge(0, needed[op], _NO_LIMIT)
+        for node, nbytes in zip(inputs, self.outside_bytes, strict=True):
+            network.edge(node, 1, _whole(price * nbytes))
+        network.fill()
+        near = network.levels()
+        return frozenset(op for op in ops if near[needed[op]] >= 0 > near[again[op]])
 
 
 def _whole(seconds: float) -> int:
