@@ -85,7 +85,10 @@ def _plan(arguments: Namespace) -> _Result:
 def _frontier(arguments: Namespace) -> _Result:
     with Status(arguments.quiet) as status:
         frontier = _frontier_of(arguments, status)
-        return _Result(str(frontier), _frontier_figures(frontier), frontier)
+        report, points = frontier.report, [asdict(point) for point in frontier.points]
+        figures = {"model": report.title, "device": report.device, "least": frontier.least}
+        figures |= {**_named(report, "plain_peak plain_time"), "points": points}
+        return _Result(str(frontier), figures, frontier)
 
 
 def _frontier_of(arguments: Namespace, status: Status) -> recollect.Frontier:
@@ -148,7 +151,9 @@ def _largest(arguments: Namespace) -> _Result:
             most=arguments.most or MOST,
             **_options(arguments, target, status),
         )
-    return _Result(str(found), _largest_figures(found), found, found.plan)
+    points, plan = [asdict(point) for point in found.points], _plan_figures(found.plan)
+    figures = {**_named(found, _LARGEST_FIGURES), "points": points, "plan": plan}
+    return _Result(str(found), figures, found, found.plan)
 
 
 def _explain(arguments: Namespace) -> _Result:
@@ -160,7 +165,8 @@ def _explain(arguments: Namespace) -> _Result:
     target = _target(arguments)
     args, kwargs = split_batch(target.batch, target.model)
     found = recollect.explain(target.model, *args, **kwargs)
-    return _Result(str(found), _explanation_figures(found), found)
+    figures = {**_named(found, _HELD_FIGURES), "rows": [*map(_row, found.rows)]}
+    return _Result(str(found), figures, found)
 
 
 def _compare(arguments: Namespace) -> _Result:
@@ -168,7 +174,9 @@ def _compare(arguments: Namespace) -> _Result:
     first, second = (_load(path, name) for path, name in zip(paths, ("A", "B"), strict=True))
     stems = (Path(paths[0]).stem, Path(paths[1]).stem)
     compared = Comparison(first.report, second.report, stems if stems[0] != stems[1] else paths)
-    return _Result(str(compared), _comparison_figures(compared, first, second), compared)
+    changes = [asdict(change) for change in compared.changes]
+    figures = {"first": _plan_figures(first), "second": _plan_figures(second), "changes": changes}
+    return _Result(str(compared), figures, compared)
 
 
 _COMMANDS: dict[str, Callable[[Namespace], _Result | int]] = {
@@ -243,40 +251,6 @@ def _plan_figures(plan: recollect.Plan, rows: Sequence[Row] = ()) -> dict[str, A
         "notes": plan.report.notes,
         "origin": asdict(plan.origin),
         **({"rows": [*map(_row, rows)]} if rows else {}),
-    }
-
-
-def _frontier_figures(frontier: recollect.Frontier) -> dict[str, Any]:
-    report = frontier.report
-    return {
-        "model": report.title,
-        "device": report.device,
-        "least": frontier.least,
-        "plain_peak": report.plain_peak,
-        "plain_time": report.plain_time,
-        "points": [asdict(point) for point in report.points],
-    }
-
-
-def _largest_figures(found: recollect.LargestBatch) -> dict[str, Any]:
-    return {
-        **_named(found, _LARGEST_FIGURES),
-        "points": [asdict(point) for point in found.points],
-        "plan": _plan_figures(found.plan),
-    }
-
-
-def _explanation_figures(found: recollect.Explanation) -> dict[str, Any]:
-    return {**_named(found, _HELD_FIGURES), "rows": [*map(_row, found.rows)]}
-
-
-def _comparison_figures(
-    compared: Comparison, first: recollect.Plan, second: recollect.Plan
-) -> dict[str, Any]:
-    return {
-        "first": _plan_figures(first),
-        "second": _plan_figures(second),
-        "changes": [asdict(change) for change in compared.changes],
     }
 
 

@@ -151,18 +151,14 @@ class HasPage:
         Path(path).write_text(self._page(), encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        return _framed(self._page())
+        """The page for a notebook, in a frame: neither can change the looks of the other."""
+        return (
+            f'<iframe srcdoc="{escape(self._page())}" sandbox="allow-scripts" title="recollect" '
+            'style="width:100%;height:640px;border:1px solid #8884;border-radius:6px"></iframe>'
+        )
 
     def _page(self) -> str:
         raise NotImplementedError
-
-
-def _framed(document: str) -> str:
-    """A page for a notebook, in a frame: neither can change the looks of the other."""
-    return (
-        f'<iframe srcdoc="{escape(document)}" sandbox="allow-scripts" title="recollect" '
-        'style="width:100%;height:640px;border:1px solid #8884;border-radius:6px"></iframe>'
-    )
 
 
 def _document(title: str, fields: dict[str, _Fields], data: dict[str, Any], remark: str) -> str:
