@@ -50,8 +50,8 @@ from recollect.planning.loop import notices
 from recollect.planning.plan import Plan
 from recollect.planning.prepare import Offload, check_can_offload
 from recollect.planning.progress import Progress
-from recollect.planning.recording.host_link import measured_link
 from recollect.planning.recording.model_state import ModelState
+from recollect.planning.recording.sampling import measured_link
 from recollect.planning.recording.step import device_of
 from recollect.planning.solving.solve import Solver
 from recollect.report.units import bytes_text
