@@ -40,8 +40,7 @@ class FakeStep(TrainingStep):
     """``step`` with fake tensors in place of its own."""
 
     def __init__(self, step: TrainingStep, mode: Any) -> None:
-        self.model, self.loss, self.holds_output = step.model, step.loss, step.holds_output
-        self.device, self.gradient_bytes = step.device, step.gradient_bytes
+        vars(self).update(vars(step))
         self.shards, self.largest_collective, self.has_other_hooks = None, 0, False
         if step.device.type == "meta":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,7 +58,7 @@ class FakeStep(TrainingStep):
         self.kwargs = tree_map_only(_Tensor, fake, step.kwargs)
         # The loss takes a mapping that is no dict as one.
         batch = step.batch if self.args or not step.kwargs else step.kwargs
-        self.batch, self.takes_batch = tree_map_only(_Tensor, fake, batch), step.takes_batch
+        self.batch = tree_map_only(_Tensor, fake, batch)
         self.optimizer = _twin(step.optimizer, known)
         if self.optimizer is not None:
             self.run()  # so that it has its state before the step, as in all steps but the first

@@ -59,7 +59,7 @@ class Solver:
     offload: bool = False  #: whether results may be offloaded, if the graph has a link to the host
     rough: bool = False  #: skip most of the search, and take about a tenth of the time
     #: Called with the part of the work that is done, from 0 to 1.
-    progress: Callable[[float], None] | None = None
+    progress: Callable[[float], None] = lambda _: None
     _pool: Pool | None = field(default=None, init=False)
     #: The solutions that offload nothing, if others may; and the budgets that were looked at.
     _here: list[Solution] = field(default_factory=list, init=False)
@@ -116,12 +116,8 @@ class Solver:
     def _solutions(self) -> Pool:
         if self._pool is None:
             self._pool = self._build()
-            self._tell(1.0)
+            self.progress(1.0)
         return self._pool
-
-    def _tell(self, done: float) -> None:
-        if self.progress is not None:
-            self.progress(done)
 
     def _build(self) -> Pool:
         graph, pool = self.graph, Pool(self.graph)
@@ -142,7 +138,7 @@ class Solver:
             affordable = (_ROUGHLY_SAMPLED_WORK if self.rough else _SAMPLED_WORK) // work
             self._explore(pool, choices, tries, max(fewest, min(most, affordable)))
         if self.offload and graph.link is not None and choices:
-            self._tell(0.9)
+            self.progress(0.9)
             self._here = pool.frontier()
             Offloader(graph, pool).add(max(tries, _OFFLOAD_TRIES))
         return pool
@@ -156,9 +152,9 @@ class Solver:
         # What checkpointing by hand does: a plan is never worse.
         pool.try_out(Schedule(kept_between_blocks(graph) & choices))
         for number, pins in enumerate(families):
-            self._tell((1 + 4 * number) / (2 + 4 * len(families)))
+            self.progress((1 + 4 * number) / (2 + 4 * len(families)))
             _sample(pool, Chain(Linearization(graph, pins)), choices, samples)
-        self._tell(0.8)
+        self.progress(0.8)
         if self.rough:
             Search(graph, pool, Linearization(graph)).lower_peak(tries // 10)
         else:
