@@ -85,7 +85,7 @@ class LoopSteps:
         return result
 
     def watch_compiler(self, notes: Notes) -> None:
-        """Other code is in effect, of which ``notes`` count what is compiled."""
+        """Other code is in effect; ``notes`` count what it compiles."""
         self._notes.on_compile = None
         self._notes, self.missed = notes, 0
 

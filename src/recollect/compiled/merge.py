@@ -123,7 +123,7 @@ def _order_of(count: int, stretches: Sequence[Stretch] | None) -> list[_Turn]:
     backwards = sorted(n for is_backward, n in seen if is_backward)
     turns = [is_backward for is_backward, _ in seen]
     is_whole = forwards == [*range(count)] and backwards == [*range(count)]
-    # A graph of which backward begins before the last forward is not a step as planned.
+    # If the backward of a graph begins before the last forward, it is not a step as planned.
     return seen if is_whole and turns == sorted(turns) else usual
 
 

@@ -1,6 +1,6 @@
 """Rewrites joint graphs whose ops run as they are (P7).
 
-`fold_views` folds views of views, of which each would cost a call. Autograd transposes a weight
+`fold_views` folds views of views: each would cost a call. Autograd transposes a weight
 twice, and detaches what a function has saved. A product of three dimensions is reshaped to two, and
 back. Eager code does so in C++, where it costs little.
 

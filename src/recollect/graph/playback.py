@@ -148,7 +148,7 @@ class Playback:
         self.wanted: deque[int] = deque()
         #: The compiled graphs that have begun to fetch.
         self.begun = set[int]()
-        #: The copies so far, each way: when they begin and end, and of which value.
+        #: The copies so far, each way: begin, end and value.
         self.out: list[tuple[float, float, int]] = []
         self.back: list[tuple[float, float, int]] = []
         #: By offloaded value: the event before which it was first fetched.

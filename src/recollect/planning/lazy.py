@@ -73,7 +73,7 @@ class LazyPlanner:
         )
         if plan is None:
             return None
-        # Of this process: others may have made the plan, and copies of the model count anew.
+        # Of this process: another may have made the plan, and copies of the model start from zero.
         state_bytes = StateWatch().nbytes(parameters_of(model)) + live.updates.own_bytes
         plan = replace(plan, state_bytes=state_bytes)
         first = replace(graph, base=traced.first_base)

@@ -84,7 +84,7 @@ def prepare_step(request: Request) -> TrainingStep:
 
 
 def _check_trained(model: nn.Module) -> None:
-    """Refuse a model of which nothing is trained.
+    """Refuse a model without a trained parameter.
 
     A step of a loop that was traced needs no such check: it had a backward, and the loop may have
     frozen the parameters since, as those do that train two networks in turn.

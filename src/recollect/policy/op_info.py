@@ -78,9 +78,9 @@ SAC_IGNORED_OPS: set[Any] = {
 
 _OF_TORCH = ("aten::", "prims::", "prim::", "rngprims::")
 
-#: Namespaces of ops that keep no state, and of which the random ones have the tag: torch, its own
-#: libraries, and bitsandbytes, which dequantizes weights at every use (QLoRA). Keeping those would
-#: take more memory than weights in full precision.
+#: Namespaces whose ops keep no state, and tag the random ones: torch, its own libraries, and
+#: bitsandbytes, which dequantizes weights at every use (QLoRA). Keeping those would take more
+#: memory than weights in full precision.
 _PURE = (
     *_OF_TORCH,
     *("mkl::", "mkldnn::", "mkldnn_prepacked::", "onednn::", "quantized::", "_quantized::"),

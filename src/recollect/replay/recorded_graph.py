@@ -338,7 +338,7 @@ class RecordedGraph:
         return part
 
     def copy(self) -> RecordedGraph:
-        """The same graph, of which other results may be held."""
+        """The same graph, to hold other results."""
         other = RecordedGraph()
         other.ops = [copy(op) for op in self.ops]
         other.values, other.storages = self.values, self.storages

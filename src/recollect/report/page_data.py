@@ -76,7 +76,7 @@ def steps_of(report: PlanReport) -> tuple[_Step, ...]:
 
 
 def rows_data(rows: Sequence[Row], fates: Sequence[str]) -> dict[str, Any]:
-    """Rows, with indices in place of their texts, most of which occur many times."""
+    """Rows, with indices in place of texts, since most texts occur many times."""
     texts: dict[str, int] = {}
     found = [_row(row, texts, fates) for row in rows]
     return {"fates": fates, "rows": found, "texts": list(texts)}

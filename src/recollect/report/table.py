@@ -187,7 +187,7 @@ def wrapped(note: str) -> str:
 
 
 def _fitted(path: str, width: int) -> str:
-    """A path with ranges of numbers, of which the inner ones are left out as far as need be."""
+    """A path with ranges of numbers, without the inner ones if it is too wide."""
     parts = [part.split(",") for part in path.split(".")]
     while len(shown := ".".join(map(",".join, parts))) > width:
         ranges = max(parts, key=len)

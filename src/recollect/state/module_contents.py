@@ -228,7 +228,7 @@ def _attributes_of(index: ModuleIndex) -> Iterator[tuple[Slot, Any]]:
 
 
 def _is_same(then: Any, now: Any) -> bool:
-    """Whether it is the same, or a tuple of the same constants, as a size that is noted anew."""
+    """Whether it is the same object, or an equal tuple of constants, such as a size."""
     if type(then) is tuple and type(now) is tuple and len(then) == len(now):
         return all(
             a is b or (type(a) is type(b) in ATOMS and a == b)

@@ -46,7 +46,7 @@ class Writes(Enum):
 _WITH_STATISTICS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 #: For a module in eval mode, and in training: of torch's layers, of those with running statistics,
-#: and of all others, of which nothing is known.
+#: and of all other modules, which may do anything.
 _PLAIN = Writes.SEEN, Writes.SEEN
 _STATISTICS = Writes.SEEN, Writes.HIDDEN
 _UNKNOWN = Writes.MAYBE, Writes.MAYBE_IN_TRAINING
@@ -115,7 +115,7 @@ class ModuleIndex:
         self.looked_at: list[int] = []
 
     def _read_modules(self, modules: list[nn.Module]) -> None:
-        """Sort what the modules, of which the root is the first, consist of."""
+        """Sort the contents of the modules, the root first."""
         #: The attributes of each module; and those of user modules, with the number of the first of
         #: them that every module has; of modules that may have settings; of those with buffers.
         self.content: list[Attributes] = []

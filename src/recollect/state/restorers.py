@@ -334,7 +334,7 @@ def _put_copy(thing: Any, held: Any) -> None:
 
 
 #: A bytearray or an array, of ``array`` or numpy. A region compares checksums: a copy for each call
-#: would cost too much. A snapshot, of which there is one, copies. Objects in a numpy array are
+#: would cost too much. A snapshot copies. Objects in a numpy array are
 #: compared by address.
 ARRAY = Restorer(
     _take_checksum, _refuse_array, same=lambda thing, held: _take_checksum(thing) == held

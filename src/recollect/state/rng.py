@@ -6,7 +6,7 @@ any device through a closure or a parameter. They are cheap to read, and kept fo
 that leaves a stream where it was may still have drawn from it (``torch.random.fork_rng``).
 
 ``random.getstate()`` takes 13 microseconds and numpy's ``get_state()`` 60: too much for every
-region, of which few draw from either. So both are called only where a few words of the stream, at
+region, since few draw from either. So both are called only where a few words of the stream, at
 an address that does not change, are not as they were. If they are not where this module expects
 them, it calls the public functions each time.
 """

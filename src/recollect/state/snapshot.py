@@ -72,7 +72,7 @@ LARGE = 256 << 20
 _ATOMS = ATOMS - {FunctionType, MethodType, BuiltinFunctionType, type}
 _WEAK = (WeakKeyDictionary, WeakValueDictionary, WeakSet)
 _CACHE = type(functools.lru_cache(len))
-#: The types of methods, of which those that are called are visited.
+#: The types of methods. Those that are called are visited.
 _METHODS = (FunctionType, staticmethod, classmethod, property)
 #: Types of objects without state except the objects that they refer to.
 _TRANSPARENT = {*_METHODS[1:], MethodType, BuiltinFunctionType, MethodWrapperType}

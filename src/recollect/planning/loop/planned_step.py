@@ -91,7 +91,7 @@ class PlannedStep:
 
     @property
     def least(self) -> NamedSchedule:
-        """The schedule of the least peak, for steps of which nothing is known."""
+        """The schedule of the least peak, for unknown steps."""
         return self.alternatives[-1] if self.alternatives else self.schedule
 
     def least_with(self, gradients: int) -> NamedSchedule:
