@@ -63,6 +63,11 @@ class Watch(lightning.Callback):
         self.plan = self.find(pl_module)
 
 
+def _step_of(module: Any) -> Any:
+    """What runs ``training_step`` under a plan."""
+    return module.training_step.__closure__[0].cell_contents
+
+
 def loader() -> Any:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randn(2, 256, 32, generator=generator) for _ in range(6)]
@@ -90,7 +95,7 @@ def trained(make: Any, callbacks: list[Any], **options: Any) -> Any:
 )
 def test_all_of_the_training_step_is_planned(options: Any) -> None:
     plain = trained(Module, [], **options)
-    watch = Watch(lambda module: module.training_step.__closure__[0].cell_contents.plan)
+    watch = Watch(lambda module: _step_of(module).plan)
     module = trained(Module, [Fit(0.8), watch], **options)
     assert_identical(dict(module.state_dict()), dict(plain.state_dict()))
     assert module.steps == 6
@@ -117,7 +122,7 @@ def test_a_compiled_module_is_planned() -> None:
 
     made: list[Any] = []
     trained(make, [], max_epochs=2)
-    watch = Watch(lambda module: vars(fit._compiled)[OPTIONS].plan)
+    watch = Watch(lambda module: vars(_step_of(module))[OPTIONS].plan)
     fit = Fit(0.8)
     trained(make, [fit, watch], max_epochs=2)
     plain, module = made

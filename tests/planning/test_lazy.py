@@ -14,7 +14,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import ref
 
@@ -790,6 +790,47 @@ def test_transforms_before_there_is_a_plan() -> None:
         torch.func.grad(loss)(parameters),
         torch.func.grad(lambda values: loss(values, plain))(parameters),
     )
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_transforms_between_a_traced_step_and_what_is_learned_from_it(steps: int) -> None:
+    """As for gradients of single samples: torch.func has its own tensors in the model."""
+    model, plain = recollect.fit(net(), budget=0.7), net()
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+
+    def train(module: nn.Module, optimizer: Optimizer, length: int) -> list[Tensor]:
+        squares(module(batch(length))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        parameters = {name: each.detach() for name, each in module.named_parameters()}
+        return [*torch.func.grad(partial(_loss_of, module))(parameters).values()]
+
+    # Of the second of two steps, the shape is new.
+    ours, theirs = (
+        [train(each, optimizer, 128 + 8 * number) for number in range(steps)]
+        for each, optimizer in zip((model, plain), optimizers, strict=True)
+    )
+    assert_identical(ours, theirs)
+    usual(model, 0).backward()
+    assert vars(model)[OPTIONS].plan is not None
+    assert dispatch_modes() == []
+
+
+def _loss_of(model: nn.Module, values: dict[str, Tensor]) -> Tensor:
+    return squares(torch.func.functional_call(model, values, (batch(16),)))
+
+
+def test_a_thread_for_each_step_is_told() -> None:
+    model = recollect.fit(net(), budget=0.7)
+
+    def train() -> None:
+        for number in range(33):
+            thread = threading.Thread(target=lambda n=number: usual(model, n).backward())
+            thread.start()
+            thread.join()
+
+    with pytest.warns(recollect.PlanWarning, match="32 forwards.*each ran in another thread"):
+        train()
 
 
 class Tangled(nn.Module):

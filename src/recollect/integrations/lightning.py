@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,11 +16,9 @@ except ImportError as error:
     ) from error
 
 from recollect._torch.inductor import compile_in_place, method_settings
-from recollect.compiled.lazy import LazyFit
 from recollect.modules import OPTIONS, bound_to, copy_signature, unwrap_module
 from recollect.planning.api import fit, lazy_runner
 from recollect.planning.budget import check_budget
-from recollect.planning.loop.runner import Runner
 from recollect.planning.prepare import Offload, check_offload
 from recollect.planning.progress import Progress
 from recollect.report.units import argument_text
@@ -66,13 +65,8 @@ class Fit(Callback):
         self._budget = budget
         self._module = module
         self._options: dict[str, Any] = {"offload": offload, "progress": progress}
-        self._runner: Runner | LazyFit | None = None
-        #: Its ``training_step`` as a module, if that is compiled.
-        self._compiled: _CompiledMethod | None = None
-        #: A ``training_step`` that was set on the module itself.
-        self._own_step: Callable[..., Any] | None = None
-        #: The module that was named, once it is fitted.
-        self._fitted: nn.Module | None = None
+        #: While a model is planned: ends that.
+        self._undo: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         module = "" if self._module is None else f", module={self._module!r}"
@@ -89,42 +83,42 @@ class Fit(Callback):
         if self._module is not None:
             found = self._found(pl_module)
             fit(found, budget=self._budget, **self._options)
-            self._fitted = found
-            return
-        if not pl_module.automatic_optimization:
-            names = ", ".join(repr(name) for name, _ in pl_module.named_children())
+            self._undo = partial(_unwrap, found)
+        elif pl_module.automatic_optimization:
+            self._undo = self._fit_step(pl_module)
+        else:
             raise ValueError(
                 f"Fit: {type(pl_module).__name__} has manual optimization, and training_step runs "
                 "backward itself. Name the module to plan: "
-                f"Fit(budget, module=...), one of {names}"
+                f"Fit(budget, module=...), one of {_names_in(pl_module)}"
             )
-        self._own_step = vars(pl_module).get(_STEP)
-        if (
-            method_settings(self._own_step) is not None
-        ):  # the trainer was given torch.compile(module)
-            assert self._own_step is not None
-            method = self._compiled = _CompiledMethod(pl_module, self._own_step)
+
+    def _fit_step(self, pl_module: LightningModule) -> Callable[[], None]:
+        """Have ``training_step`` run under a plan. Returns what ends that."""
+        own, step = vars(pl_module).get(_STEP), pl_module.training_step
+        planned: Callable[..., Any]
+        if method_settings(own) is not None:  # the trainer was given torch.compile(module)
+            method = _CompiledMethod(pl_module, step)
             fit(method, budget=self._budget, **self._options)
-            pl_module.training_step = copy_signature(self._own_step, _called(method))
-            return
-        runner = self._runner = lazy_runner(pl_module, self._budget, **self._options)
-        step = bound_to(pl_module, pl_module.training_step)
-        pl_module.training_step = copy_signature(pl_module.training_step, _planned(runner, step))
+            planned, end = _called(method), partial(_unwrap, method)
+        else:
+            runner = lazy_runner(pl_module, self._budget, **self._options)
+            planned = _planned(runner, bound_to(pl_module, step))
+            end = partial(runner.unwrapped, pl_module)
+        pl_module.training_step = copy_signature(step, planned)
+
+        def undo() -> None:
+            vars(pl_module).pop(_STEP, None)
+            if own is not None:
+                vars(pl_module)[_STEP] = own
+            end()
+
+        return undo
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        if self._fitted is not None:
-            fitted, self._fitted = self._fitted, None
-            if OPTIONS in vars(fitted):  # else somebody has unwrapped it
-                unwrap_module(fitted)
-        elif self._runner is not None or self._compiled is not None:
-            vars(pl_module).pop(_STEP, None)
-            if self._own_step is not None:
-                vars(pl_module)[_STEP] = self._own_step
-            if self._runner is not None:
-                self._runner.unwrapped(pl_module)
-            if self._compiled is not None:
-                unwrap_module(self._compiled)
-            self._runner = self._compiled = None
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
 
     def on_exception(
         self, trainer: Any, pl_module: LightningModule, exception: BaseException
@@ -143,12 +137,20 @@ class Fit(Callback):
         try:
             found: nn.Module = pl_module.get_submodule(self._module)
         except AttributeError:
-            names = ", ".join(repr(name) for name, _ in pl_module.named_children())
             raise ValueError(
                 f"Fit: module={self._module!r} is none of the modules of "
-                f"{type(pl_module).__name__}: {names}"
+                f"{type(pl_module).__name__}: {_names_in(pl_module)}"
             ) from None
         return found
+
+
+def _names_in(module: nn.Module) -> str:
+    return ", ".join(repr(name) for name, _ in module.named_children())
+
+
+def _unwrap(module: nn.Module) -> None:
+    if OPTIONS in vars(module):  # else somebody has unwrapped it
+        unwrap_module(module)
 
 
 class _CompiledMethod(nn.Module):

@@ -17,7 +17,8 @@ from recollect._torch.fsdp import is_shared
 from recollect._torch.groups import collectives_begun, has_peers
 from recollect.checks.place import WarnOnce
 from recollect.planning.loop.forwards import Forwards
-from recollect.planning.loop.kinds import Kinds, StepKind
+from recollect.planning.loop.kinds import Kinds
+from recollect.planning.loop.planned_step import StepKind
 from recollect.planning.loop.watch import weakly
 from recollect.planning.recording.step import is_out_of_memory
 from recollect.report.units import bytes_text
@@ -64,7 +65,7 @@ class Attempts:
         forwards, error = self._forwards, sys.exc_info()[1]
         if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
             return
-        if self._kinds is not None and any(each.is_broken for each in forwards.waiting):
+        if self._kinds is not None and any(each.is_running for each in forwards.waiting):
             self._tighten(self._kinds, forwards.step, error)
 
     def _tighten(self, kinds: Kinds, step: StepKind, error: BaseException) -> bool:

@@ -48,7 +48,7 @@ class Companions:
         self._known: dict[tuple[object, ...], Sequence[Companion]] = {}
         self._retraced: dict[object, int] = {}
 
-    def traced(self, step: tuple[object, ...], companions: Sequence[Companion]) -> None:
+    def note(self, step: tuple[object, ...], companions: Sequence[Companion]) -> None:
         """A step was traced, with ``companions`` inside of it."""
         if companions or step in self._known:
             self._known[step] = companions

@@ -8,8 +8,8 @@ from itertools import dropwhile
 from typing import Any
 from weakref import ref
 
-from recollect.planning.loop.kinds import ForwardKind, StepKind
 from recollect.planning.loop.live import LiveStep
+from recollect.planning.loop.planned_step import ForwardKind, StepKind
 from recollect.planning.loop.watch import Waiting
 
 #: How many forwards a step has at most.
@@ -32,6 +32,7 @@ class Forwards(threading.local):
     rounds: int = 0  #: how often more were reached than at the forward before
     live: LiveStep | None = None  #: the step that is traced
     # Before there is a plan:
+    is_new: bool = True  #: whether none has run in this thread
     waited: int = 0  #: how many forwards have begun after it
     is_outgrown: bool = False  #: whether more forwards waited at once than were traced
     futile: int = 0  #: how often no step could be traced

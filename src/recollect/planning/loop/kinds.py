@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -28,11 +27,10 @@ from recollect.planning.loop import notices
 from recollect.planning.loop.choice import Choice, choose
 from recollect.planning.loop.companions import Companion, Companions, RunsBy
 from recollect.planning.loop.contest import Contest
-from recollect.planning.loop.planned_step import PlannedStep
+from recollect.planning.loop.planned_step import ForwardKind, PlannedStep, StepKind
 from recollect.planning.loop.shapes import Shapes
 from recollect.planning.loop.updates import OwnState, StateWatch, local_bytes
 from recollect.planning.loop.variant import Variant
-from recollect.planning.recording.batch import describe_difference, is_alike, is_smaller
 from recollect.planning.recording.model_state import (
     Differences,
     compare_state,
@@ -44,30 +42,12 @@ from recollect.planning.recording.record import peak_of_run
 from recollect.replay.engine import CallReport
 from recollect.replay.named_schedule import NamedSchedule
 from recollect.replay.recording import Recording
-from recollect.report.units import bytes_text
 
 #: The assumed peak of a step that ran out of memory, as a multiple of its budget.
 _OUT_OF_MEMORY = 1.05
 #: How many kinds of forwards, and schedules solved for some of them, are remembered.
 _REMEMBERED = 64
 _SOLVED = 8
-
-
-class ForwardKind(NamedTuple):
-    """A kind of forward."""
-
-    signature: tuple[Any, ...]  #: of its batch
-    differences: Differences | None = None  #: of the model, from the planned one
-    extra_bytes: int = 0  #: bytes allocated before it, beyond those of the plan
-
-    def is_within(self, other: ForwardKind) -> bool:
-        """Whether it takes no more memory than ``other``."""
-        same_state = self[1:] == other[1:]
-        return same_state and _is_within(self.signature, other.signature)
-
-
-#: The kinds of the forwards of a step.
-StepKind = tuple[ForwardKind, ...]
 
 
 class Kinds:
@@ -94,7 +74,7 @@ class Kinds:
         #: The kinds of forwards that no schedule brings into the budget.
         self._too_large: deque[ForwardKind] = deque(maxlen=_REMEMBERED)
         self._companions = Companions()
-        self._companions.traced(self._planned, companions)
+        self._companions.note(self._planned, companions)
         if plan.graph is not None and not plan.others:
             state, made = self._planned[0][1:], dict(plan.made)
             self._shapes.add(plan.signature, state, plan.graph, made, is_planned=True)
@@ -168,13 +148,14 @@ class Kinds:
     def find(self, step: StepKind) -> Variant:
         """The variant for the last forward of ``step``; the others have begun before."""
         variant = self._known.get(step)
-        if variant is None or self._is_worth_predicting(variant):
+        version = self._shapes.version  # a prediction is tried when steps were traced since
+        if variant is None or (not variant.is_known and variant.version != version):
             if variant is None and len(self._known) >= _REMEMBERED:
                 self._forget_oldest(step)
             first = self._known.get(step[:1])
             found = self._predicted_variant(step) if step != self._planned else None
             variant = found or variant or self._new_variant(step, first)
-            variant.version, self._known[step] = self._shapes.version, variant
+            variant.version, self._known[step] = version, variant
         return variant
 
     def _forget_oldest(self, step: StepKind) -> None:
@@ -185,10 +166,6 @@ class Kinds:
             if oldest is not None and each[: len(oldest)] == oldest:
                 self._known.pop(each, None)
                 self._choices.pop(each, None)
-
-    def _is_worth_predicting(self, variant: Variant) -> bool:
-        """Whether an unknown forward may be predicted now, from steps traced since."""
-        return not variant.is_known and variant.version != self._shapes.version
 
     def _predicted_variant(self, step: StepKind) -> Variant | None:
         """Predict a forward that was never traced from others that were; None if impossible."""
@@ -208,9 +185,7 @@ class Kinds:
             can_solve=not any(other.is_within(kind) for other in self._too_large),
         )
         self._solved = [*self._solved, *choice.solved][-_SOLVED:]
-        variant = Variant(
-            plan, self._warnings, plan.least, found.made, _describe_differences(plan, kind)
-        )
+        variant = Variant(plan, self._warnings, plan.least, found.made, kind)
         variant.is_predicted = True
         self._choices[step], self._known[step] = choice, variant
         self._choose(variant)
@@ -262,10 +237,9 @@ class Kinds:
         if larger is not None:
             return Variant.within(larger, first)
         kind = step[-1]
-        only_gradients = kind.differences is None and _is_within(kind.signature, plan.signature)
+        only_gradients = kind._replace(extra_bytes=0).is_within(self._planned[0])
         least = plan.least_with(kind.extra_bytes) if only_gradients else plan.least
-        differences = _describe_differences(plan, kind)
-        return Variant(plan, warnings, least, differences=differences, first=first)
+        return Variant(plan, warnings, least, kind=kind, of_first=first)
 
     def _larger(self, step: StepKind) -> Variant | None:
         """The smallest known forward that takes no less memory than the last one of ``step``."""
@@ -285,7 +259,7 @@ class Kinds:
         """The forward of the planned step with the number ``count``."""
         plan, forward = self.plan, self.plan.forwards[count - 1]
         schedule = None if plan.needed_schedule is None else forward.schedule
-        variant = Variant(plan, self._warnings, schedule, dict(forward.made), first=first)
+        variant = Variant(plan, self._warnings, schedule, dict(forward.made), of_first=first)
         if self._recordings:
             variant.recording = self._recordings[count - 1]
             variant.nodes = variant.recording.nodes
@@ -333,7 +307,7 @@ class Kinds:
         for each in self._forwards(step):
             each.forget()
 
-    def traced(
+    def add_trace(
         self,
         step: StepKind,
         graph: Graph,
@@ -341,13 +315,13 @@ class Kinds:
         companions: Sequence[Companion] = (),
     ) -> None:
         """A step was traced: choose the schedules of later ones."""
-        self._companions.traced(step, companions)
+        self._companions.note(step, companions)
         forwards = self._forwards(step)
         if not forwards:
             return  # they were forgotten since
         first = forwards[0]
         is_whole = not graph.units
-        made = [each.traced(r, is_whole) for each, r in zip(forwards, recordings, strict=True)]
+        made = [each.add_trace(r, is_whole) for each, r in zip(forwards, recordings, strict=True)]
         before = self._choice_of(step)
         # What differs from step to step is always recorded or checked, and the largest step counts.
         choice = traced = Choice(self.plan, graph, may_be_plain=not self._differ)
@@ -382,11 +356,11 @@ class Kinds:
         early = 0 if differences is None or self._is_on_cuda else differences.yet_to_come
         return peak_of_run(graph, recordings) - early
 
-    def failed(self, step: StepKind) -> None:
+    def trace_failed(self, step: StepKind) -> None:
         """The trace of a step failed: there was no backward."""
         variant = self._known.get(step[:1])
         if variant is not None:
-            variant.failed()
+            variant.trace_failed()
 
     def exceeded(self, step: StepKind, measured: int) -> bool:
         """A step exceeded its budget: it took ``measured`` bytes. Whether later ones keep less."""
@@ -440,37 +414,6 @@ def _are_within(step: StepKind, other: StepKind) -> bool:
     return len(step) == len(other) and all(a.is_within(b) for a, b in pairs)
 
 
-def _is_within(signature: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether a batch has the tensors of another, none of them larger."""
-    return is_alike(signature, other) and is_smaller(signature, other)
-
-
 def _numbers_in(kind: ForwardKind) -> int:
     """The number of tensor elements in a batch."""
     return sum(math.prod(each[0]) for each in kind.signature if isinstance(each, tuple))
-
-
-def _describe_differences(plan: PlannedStep, kind: ForwardKind) -> Differences:
-    """Say how a call differs from the planned ones, and how to plan for it."""
-    signature, other = kind.signature, kind.differences or Differences()
-    texts, cures = [*other.texts], [*other.cures]
-    if not is_alike(signature, plan.signature):
-        texts.append(f"in the batch {describe_difference(signature, plan.signature)}")
-        cures.append("recollect.plan(...) with this batch")
-    elif not is_smaller(signature, plan.signature):
-        texts.append("the batch is larger")
-        cures.append("recollect.plan(...) with the largest batch")
-    gradients = kind.extra_bytes - other.nbytes
-    if plan.from_loop:  # there was no batch to plan with
-        cures = ["optimizer.zero_grad() before each forward"] if gradients else []
-    elif gradients:
-        cures.append(
-            "recollect.plan(...) after a backward, so that it counts the gradients; or set them "
-            "to None before each forward"
-        )
-    if gradients:
-        texts.append(
-            f"{bytes_text(gradients)} of gradients are there when forward begins, as when they "
-            "accumulate, or after zero_grad(set_to_none=False)"
-        )
-    return replace(other, texts=tuple(texts), cures=tuple(cures))

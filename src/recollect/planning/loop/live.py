@@ -28,7 +28,7 @@ from recollect._torch.fsdp import shards_of
 from recollect._torch.modes import dispatch_modes, dispatch_modes_active, leave_dispatch_mode
 from recollect.graph.graph import Graph, Link
 from recollect.planning.loop.companions import Companion
-from recollect.planning.loop.kinds import ForwardKind, StepKind
+from recollect.planning.loop.planned_step import ForwardKind, StepKind
 from recollect.planning.loop.updates import Updates
 from recollect.planning.loop.watch import Waiting, weakly
 from recollect.planning.recording.build import build_graph
@@ -101,8 +101,7 @@ class LiveStep:
         base: The bytes that are allocated before it, which CUDA's allocator knows better.
         link: The link to the host, if results may be offloaded.
         on_end: Called when backward has ended.
-        on_again: As in `Waiting`.
-        in_parts: As in `Waiting`.
+        wait: Makes what tells whether the backward of a forward has come.
     """
 
     def __init__(
@@ -111,8 +110,7 @@ class LiveStep:
         base: int = 0,
         link: Link | None = None,
         on_end: Callable[[], None] | None = None,
-        on_again: Callable[[], None] | None = None,
-        in_parts: bool = False,
+        wait: Callable[..., Waiting] = Waiting,
     ) -> None:
         self.device = device_of(model)
         #: The steps of optimizers since its forward.
@@ -126,7 +124,7 @@ class LiveStep:
         if self.device.type == "cuda":
             self._base = torch.cuda.memory_allocated(self.device)
         self._link = link
-        self._on_end, self._on_again, self._in_parts = on_end, on_again, in_parts
+        self._on_end, self._wait = on_end, wait
         self._prices = Prices(self.device, once=True)
         self._trace = TraceMode(self._prices, shards_of(model))
         self._trace.watch(gradients)  # a loop may clear them between forward and backward
@@ -183,9 +181,7 @@ class LiveStep:
             raise
         reached = partial(weakly(self.reached), len(self.recordings))
         self.recordings.append(recording)
-        dropped = weakly(self.dropped)
-        again, in_parts = self._on_again, self._in_parts
-        waiting = Waiting(output, remat, reached, dropped, again, in_parts=in_parts, since=since)
+        waiting = self._wait(output, remat, reached, weakly(self.dropped), since=since)
         self._waiting.append(waiting)
         self.has_graph |= waiting.has_graph
         return output, waiting

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
+
 from torch import nn
 
 from recollect.checks.place import WarnOnce, warn_user
 from recollect.errors import PlanWarning
-from recollect.planning.loop.planned_step import PlannedStep
-from recollect.planning.recording.model_state import newly_compiled, scripted_parts
+from recollect.planning.loop.planned_step import ForwardKind, PlannedStep
+from recollect.planning.recording.batch import describe_difference, is_alike, is_smaller
+from recollect.planning.recording.model_state import Differences, newly_compiled, scripted_parts
 from recollect.report.units import bytes_text
 
 #: How many parts of a model are named.
@@ -43,6 +47,94 @@ FORWARDS = (
     "next step like it is traced, and later ones are planned as a whole. If there is no "
     "backward, delete the output, or call the model under torch.no_grad()"
 )
+
+
+class OtherStep(NamedTuple):
+    """What is known of a step that is not the planned one."""
+
+    kind: ForwardKind | None  #: of its forward; None: that of the planned one
+    forwards: int = 1  #: how many it has
+    #: The module whose results are larger than known by the most: its path, bytes now and before.
+    grown: tuple[str, int, int] | None = None
+    #: The nodes that forward makes in autograd's graph, now and when it was planned.
+    nodes: tuple[int, int] | None = None
+
+
+def of_other_step(
+    warnings: WarnOnce, plan: PlannedStep, step: OtherStep, peak: int, later: int
+) -> None:
+    """Warn of a step that takes ``peak`` bytes; later ones like it take ``later``."""
+    texts, cures = _differences(plan, step.kind)
+    if step.forwards > 1:
+        texts.insert(0, f"it calls the model {step.forwards} times before backward")
+    cause = "; ".join(texts)
+    if step.nodes is not None:
+        cause = cause or "nodes"
+        now, before = step.nodes
+        texts.append(
+            f"forward makes {now} nodes of autograd's graph, and made {before} when it was planned"
+        )
+    if step.grown is not None:
+        path, now, before = step.grown
+        cause = cause or re.sub(r"\d+", "*", path)
+        texts.append(
+            f"forward makes {bytes_text(now)} in {path or 'the model'}, and made "
+            f"{bytes_text(before)} when it was planned"
+        )
+    texts = texts or ["it keeps other tensors in memory than the planned one"]
+    if plan.from_loop:  # there was no batch to plan with
+        again = f"recollect.unwrap(model), then recollect.fit(model, budget={max(peak, later)})"
+        cures.append(f"smaller batches, or a larger budget: {again}")
+    elif step.forwards > 1:
+        cures = ["smaller batches, or a budget with room for all forwards"]
+    cures = cures or ["make the plan with the largest step of the training"]
+    warnings.warn(
+        cause,
+        f"this step is not the one that the plan was made for: {'; '.join(texts)}. "
+        f"{_outlook(peak, later, plan.budget)}. To have room for it: {'; '.join(cures)}",
+    )
+
+
+def _differences(plan: PlannedStep, kind: ForwardKind | None) -> tuple[list[str], list[str]]:
+    """How a forward differs from the planned one, and how to plan for it."""
+    if kind is None:
+        return [], []
+    other = kind.differences or Differences()
+    texts, cures = [*other.texts], [*other.cures]
+    if not is_alike(kind.signature, plan.signature):
+        texts.append(f"in the batch {describe_difference(kind.signature, plan.signature)}")
+        cures.append("recollect.plan(...) with this batch")
+    elif not is_smaller(kind.signature, plan.signature):
+        texts.append("the batch is larger")
+        cures.append("recollect.plan(...) with the largest batch")
+    gradients = kind.extra_bytes - other.nbytes
+    if plan.from_loop:
+        cures = ["optimizer.zero_grad() before each forward"] if gradients else []
+    elif gradients:
+        cures.append(
+            "recollect.plan(...) after a backward, so that it counts the gradients; or set them "
+            "to None before each forward"
+        )
+    if gradients:
+        texts.append(
+            f"{bytes_text(gradients)} of gradients are there when forward begins, as when they "
+            "accumulate, or after zero_grad(set_to_none=False)"
+        )
+    return texts, cures
+
+
+def _outlook(peak: int, later: int, budget: int) -> str:
+    """What a step takes, and what later ones like it take."""
+    if peak <= budget < later:
+        return (
+            f"Steps like it may take about {bytes_text(later)}, although they keep as little as "
+            f"they can, and the budget is {bytes_text(budget)}"
+        )
+    still = f", but still take about {bytes_text(later)}" if later > budget else ""
+    return (
+        f"It takes about {bytes_text(peak)}, and the budget is {bytes_text(budget)}. Later steps "
+        f"like it keep less and recompute more{still}"
+    )
 
 
 def of_excess(warnings: WarnOnce, plan: PlannedStep, took: int, *, keeps_less: bool) -> None:

@@ -10,12 +10,30 @@ from typing import Any, NamedTuple
 
 from recollect.graph.graph import Graph, Link
 from recollect.graph.simulate import simulate
-from recollect.planning.recording.model_state import ModelState
+from recollect.planning.recording.batch import is_alike, is_smaller
+from recollect.planning.recording.model_state import Differences, ModelState
 from recollect.policy.op_info import communicates
 from recollect.replay.named_schedule import NamedSchedule
 
 #: The fields of a graph with what the engine costs.
 COSTS = ("rerun_cost", "engine_cost", "offload_cost", "module_costs")
+
+
+class ForwardKind(NamedTuple):
+    """A kind of forward."""
+
+    signature: tuple[Any, ...]  #: of its batch
+    differences: Differences | None = None  #: of the model, from the planned one
+    extra_bytes: int = 0  #: bytes allocated before it, beyond those of the plan
+
+    def is_within(self, other: ForwardKind) -> bool:
+        """Whether it takes no more memory: the same model, and no tensor of the batch is larger."""
+        mine, others = self.signature, other.signature
+        return self[1:] == other[1:] and is_alike(mine, others) and is_smaller(mine, others)
+
+
+#: The kinds of the forwards of a step.
+StepKind = tuple[ForwardKind, ...]
 
 
 class PlannedForward(NamedTuple):

@@ -25,6 +25,7 @@ from recollect._torch.dynamo import (
     run_without_dynamo,
 )
 from recollect._torch.fsdp import is_shared
+from recollect._torch.modes import is_transforming
 from recollect.checks.place import WarnOnce, hide_own_frames
 from recollect.modules import OPTIONS, unwrap_module, wrap_module
 from recollect.planning.distributed import obstacle_in, obstacle_to_rerun
@@ -32,14 +33,14 @@ from recollect.planning.loop import notices
 from recollect.planning.loop.attempt import Attempt, Attempts
 from recollect.planning.loop.companions import Companion, RunsBy
 from recollect.planning.loop.forwards import Forwards
-from recollect.planning.loop.kinds import ForwardKind, Kinds, StepKind
+from recollect.planning.loop.kinds import Kinds
 from recollect.planning.loop.live import (
     LiveStep,
     drop_stale_trace,
     note_companion,
     obstacle_to_tracing,
 )
-from recollect.planning.loop.planned_step import PlannedStep
+from recollect.planning.loop.planned_step import ForwardKind, PlannedStep, StepKind
 from recollect.planning.loop.play import run_blocks, run_planned
 from recollect.planning.loop.updates import FirstCall
 from recollect.planning.loop.variant import Variant
@@ -76,6 +77,8 @@ class MakePlan(Protocol):
 
 #: The number of forwards without a plan after which a warning says so.
 _FUTILE = 8
+#: The number of threads that may call a model without a plan, each for the first time.
+_THREADS = 32
 #: The number of steps in which to check whether the loop holds the output of the model.
 _CHECKS = 3
 
@@ -98,6 +101,8 @@ class Runner:
         self._unplanned = ""
         #: Whether backward is split, so that no step can be traced.
         self._is_split = False
+        #: How many threads have called the model while there was no plan.
+        self._threads = 0
         #: While the model was not called yet.
         self._first_call: FirstCall | None = None
         self._set_plan(plan)
@@ -147,7 +152,7 @@ class Runner:
         return Runner(self.plan, self._make_plan)
 
     def __call__(self, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
-        if not torch.is_grad_enabled() or is_exporting():
+        if not torch.is_grad_enabled() or is_exporting() or self._is_apart_from_transforms():
             return function(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _run_uncompiled(self, function, args, kwargs)
@@ -168,6 +173,23 @@ class Runner:
         except Exception as error:
             hide_own_frames(error)
             raise
+
+    def _is_apart_from_transforms(self) -> bool:
+        """Whether a transform of torch.func calls the model while it is traced or has no plan.
+
+        Its own tensors may be in the place of the parameters: nothing is learned from them.
+        """
+        if not is_transforming():
+            return False
+        self._is_called()
+        reason = "it is called by a transform of torch.func"
+        if self._forwards.live is None:
+            if self._kinds is None and self._make_plan is not None:
+                self._tried_in_vain(reason)
+            return self._kinds is None
+        if self._kinds is not None:
+            warn_not_in_effect(self._warnings, reason)
+        return True
 
     def _runs_plain(self, model: Any) -> bool:
         """Whether there can be no plan, or none that can be in effect now."""
@@ -210,8 +232,7 @@ class Runner:
         run = partial(self._run_by, variant, function, args, kwargs)
         result, report = self._attempts.run(kinds, step, run, attempt)
         remat = None if report is None else report.remat
-        again, in_parts = partial(self._on_again, step), self._in_parts
-        forwards.add(kind, Waiting(result, remat, on_again=again, in_parts=in_parts, since=since))
+        forwards.add(kind, self._waiting_for(step)(result, remat, since=since))
         if report is not None:
             if report.recording is not None or report.is_unrecorded:
                 kinds.compare(step, report)
@@ -237,9 +258,13 @@ class Runner:
             kinds.plan.base + step[0].extra_bytes,
             kinds.plan.link,
             on_end=partial(self._end_trace, model),
-            on_again=self._on_again,
-            in_parts=self._in_parts,
+            wait=self._waiting_for(),
         )
+
+    def _waiting_for(self, step: StepKind = ()) -> Callable[..., Waiting]:
+        """Makes what tells whether the backward of the last forward of ``step`` has come."""
+        again = partial(self._on_again, step)
+        return partial(Waiting, on_again=again, in_parts=self._in_parts)
 
     def _run_by(
         self, variant: Variant, function: _Function, args: _Args, kwargs: _Kwargs
@@ -262,6 +287,11 @@ class Runner:
     def _run_first(self, model: Any, function: _Function, args: _Args, kwargs: _Kwargs) -> Any:
         """Run a step before there is a plan: traced if possible, with its blocks recomputed."""
         forwards, kind = self._forwards, ForwardKind(signature_of_batch(args, kwargs))
+        if forwards.is_new:  # to this thread
+            forwards.is_new, self._threads = False, self._threads + 1
+            if self._threads == _THREADS:
+                reason = "each ran in another thread, and a step is planned in the thread it ran in"
+                notices.of_no_plan(self._warnings, _THREADS, reason)
         if forwards.live is None:
             if self._hand_over_if_compiled(model):
                 return vars(model)[OPTIONS](function, args, kwargs)
@@ -307,7 +337,7 @@ class Runner:
             self._tried_in_vain(obstacle)
         if self._is_split or obstacle is not None:
             return None
-        return LiveStep(model, on_again=self._on_again, in_parts=self._in_parts)
+        return LiveStep(model, wait=self._waiting_for())
 
     def _hand_over_if_compiled(self, model: Any, callback: Any = None) -> bool:
         """Hand an unplanned compiled model to the planner of those. Whether it took it.
@@ -403,9 +433,9 @@ class Runner:
         if self._kinds is not None:
             if live.is_over and not live.is_split:
                 graph, recordings = live.finish(model).graph, live.recordings
-                self._kinds.traced(live.kinds, graph, recordings, live.companions)
+                self._kinds.add_trace(live.kinds, graph, recordings, live.companions)
             else:
-                self._kinds.failed(live.kinds)
+                self._kinds.trace_failed(live.kinds)
         elif not (live.is_over or live.is_split):
             self._had_no_backward(live)
         elif self._make_plan is not None and not live.is_split:

@@ -42,7 +42,7 @@ class Predicted(NamedTuple):
 class _Group:
     """Steps that differ in the sizes of their batches alone."""
 
-    traced: dict[Signature, tuple[Graph, Mapping[str, int]]] = field(default_factory=dict)
+    steps: dict[Signature, tuple[Graph, Mapping[str, int]]] = field(default_factory=dict)
     #: The one that the planner recorded, if the loop has run none yet.
     planned: Signature | None = None
     #: The batches of steps that were as predicted.
@@ -71,43 +71,41 @@ class Shapes:
         if graph.units:
             return  # what is gathered at each moment is in no storage
         group = self._group(signature, state)
-        if group.planned in group.traced and not is_same_step(
-            group.traced[group.planned][0], graph
-        ):
-            del group.traced[group.planned]  # it had another loss than the loop
+        if group.planned in group.steps and not is_same_step(group.steps[group.planned][0], graph):
+            del group.steps[group.planned]  # it had another loss than the loop
         group.planned = signature if is_planned else None
-        group.traced.pop(signature, None)
-        group.traced[signature] = graph, made
-        if len(group.traced) > _REMEMBERED:
-            del group.traced[next(iter(group.traced))]
+        group.steps.pop(signature, None)
+        group.steps[signature] = graph, made
+        if len(group.steps) > _REMEMBERED:
+            del group.steps[next(iter(group.steps))]
         self.version += 1
 
     def predict(self, signature: Signature, state: Hashable) -> Predicted | None:
         """The step with another batch; None if the traced steps do not tell."""
         group = self._group(signature, state)
-        sizes = _sizes([*group.traced, signature])
-        if sizes is None or len(group.traced) < 2:
+        sizes = _sizes([*group.steps, signature])
+        if sizes is None or len(group.steps) < 2:
             return None
         *known, size = sizes
         growth = Growth.of(
-            (each, graph) for each, (graph, _) in zip(known, group.traced.values(), strict=True)
+            (each, graph) for each, (graph, _) in zip(known, group.steps.values(), strict=True)
         )
         near = min(known, key=lambda each: abs(math.log(math.prod(each) / math.prod(size))))
         if growth is None or near not in growth.sizes or growth.doubt_at(size) > _DOUBT:
             return None
-        recorded, made = [*group.traced.values()][known.index(near)]
+        recorded, made = [*group.steps.values()][known.index(near)]
         graph = growth.graph_at(size)
         before, after = _made_in(recorded), _made_in(graph)
         made = {path: max(0, n + after[path] - before[path]) for path, n in made.items()}
-        seen = (*group.traced, *group.confirmed)
+        seen = (*group.steps, *group.confirmed)
         return Predicted(graph, made, any(is_smaller(signature, each) for each in seen))
 
     def note_unpredicted(self, signature: Signature, state: Hashable) -> bool:
         """A step could not be predicted. Returns whether to trace it to predict others from it."""
         group = self._group(signature, state)
         group.missed += 1
-        varies = any(graph.varies for graph, _ in group.traced.values())
-        return not varies and group.missed % _EVERY == 0 and 0 < len(group.traced) < _ENOUGH
+        varies = any(graph.varies for graph, _ in group.steps.values())
+        return not varies and group.missed % _EVERY == 0 and 0 < len(group.steps) < _ENOUGH
 
     def ran(self, signature: Signature, state: Hashable, *, is_right: bool) -> None:
         """A predicted forward ran: it was as predicted, or it made more bytes."""
@@ -115,7 +113,7 @@ class Shapes:
         if is_right:
             group.confirmed.add(signature)
         else:
-            group.traced.clear()  # what was learned from them is wrong
+            group.steps.clear()  # what was learned from them is wrong
         self.version += 1
 
     def _group(self, signature: Signature, state: Hashable) -> _Group:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import islice
 from statistics import median_low
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -46,8 +47,7 @@ class Updates:
         self._on_step = on_step
         parameters = [*parameters]
         self._parameters = {id(each) for each in parameters}
-        self._versions = {id(each): each._version for each in parameters if _is_plain(each)}
-        self._steps = _changes.steps
+        self._versions = _Versions(parameters)
         #: Whether the loop has updated parameters itself, and the bytes of its state if so.
         self._updates_itself, self.own_bytes = False, 0
         self._optimizers: WeakSet[Optimizer] = WeakSet()
@@ -95,7 +95,7 @@ class Updates:
         if device.type == "cuda":
             return torch.cuda.memory_allocated(device) - bytes_of_gradients(model) + gradients
         parameters = parameters_of(model)
-        self._compare_versions(parameters)
+        self._updates_itself |= self._versions.have_changed(parameters)
         self.own_bytes = _bytes_like(parameters) if self._updates_itself else 0
         held = local_bytes([*parameters, *model.buffers()])
         beside = self._bytes_of(stages_beside(model))
@@ -109,12 +109,6 @@ class Updates:
         states = [_state_of(each) for each in optimizers if each not in self._optimizers]
         return local_bytes([*held, *(leaf for state in states for leaf in state)])
 
-    def _compare_versions(self, parameters: Iterable[torch.Tensor]) -> None:
-        if _changes.steps == self._steps:
-            now = {id(each): each._version for each in parameters if _is_plain(each)}
-            known = self._versions
-            self._updates_itself |= any(known.get(key, n) != n for key, n in now.items())
-
     def made_bytes(self) -> int:
         """The bytes of that state which these steps have made."""
         states = {each: local_bytes(_state_of(each)) for each in self._optimizers}
@@ -127,7 +121,7 @@ class Updates:
             self._before[optimizer] = local_bytes(_state_of(optimizer))
             found = _parameters_of(optimizer)
             self.gradients += local_bytes(p.grad for p in found if p.grad is not None)
-            self._compare_versions(found)
+            self._updates_itself |= self._versions.have_changed(found)
 
     def step_ends(self, optimizer: Optimizer) -> None:
         """An optimizer has made a step."""
@@ -204,32 +198,39 @@ class OwnState:
     """The state of a loop that updates parameters itself: tensors that are shaped like these.
 
     As for sharpness-aware minimization, whose second forward runs with other parameters than the
-    first, and which holds their difference. Nothing but the garbage collector knows of it.
+    first, and which holds their difference. Nothing but the garbage collector knows of it: a mode
+    that sees such tensors would have to stay on the stack between steps, among those of the loop.
     """
 
     def __init__(self) -> None:
-        self._seen: tuple[int, int, int] | None = None
+        self._versions = _Versions()
         self._looked = 0
         #: The most bytes that were there, by whether a forward followed such an update.
         self._most: dict[bool, int] = {}
 
-    def nbytes(self, parameters: Iterable[torch.Tensor]) -> int:
+    def nbytes(self, parameters: Sequence[torch.Tensor]) -> int:
         """The bytes that are there as a forward begins."""
-        is_updated = self._is_updated(parameters)
+        first = [*islice(filter(_is_plain, parameters), 1)]
+        is_updated = not _changes.running and self._versions.have_changed(first)
         if (is_updated or self._most) and self._looked < _LOOKS:
             self._looked += 1
             most = self._most.get(is_updated, 0)
             self._most[is_updated] = max(most, _bytes_like(parameters))
         return self._most.get(is_updated, 0)
 
-    def _is_updated(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether a parameter has changed since the last forward, and not by an optimizer."""
-        first = next(filter(_is_plain, parameters), None)
-        if first is None or _changes.running:
-            return False
-        now, before = (id(first), _changes.steps, first._version), self._seen
-        self._seen = now
-        return before is not None and now[:2] == before[:2] and now != before
+
+class _Versions:
+    """Notices parameters that change without a step of an optimizer."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self._seen: tuple[int, dict[int, int]] = (-1, {})
+        self.have_changed(parameters)
+
+    def have_changed(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether any has since the last call, and no optimizer has made a step."""
+        now = {id(each): each._version for each in parameters if _is_plain(each)}
+        (steps, before), self._seen = self._seen, (_changes.steps, now)
+        return steps == _changes.steps and any(before.get(key, n) != n for key, n in now.items())
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:

@@ -109,12 +109,13 @@ class Waiting:
         self._left: Callable[[], _Token | None] | None = None  #: whether any node is alive
         self._followed: set[int] = set()  #: the nodes of the output from which it was followed
         self._freed_by = -1  #: the last backward that freed a part of it
-        self._is_running = False
+        #: Whether a backward that has reached it has not ended: it runs, or has failed.
+        self.is_running = False
         #: Whether a backward has gone through it, and whether that has freed the graph.
         self.is_reached = self._is_over = False
         token = _Token()
         self._token = ref(token, None if on_dropped is None else lambda _: on_dropped())
-        nodes = {id(t.grad_fn): t.grad_fn for t in _tensors(output) if t.grad_fn is not None}
+        nodes = _nodes_of(output)
         #: Whether a backward can come at all.
         self.has_graph = bool(nodes)
         #: By node that made a tensor of it: the handle of the hook; and the nodes that no backward
@@ -139,14 +140,14 @@ class Waiting:
             self._follow()
         if backward == self._backward:
             return  # as by another of its nodes
-        self._backward, self._is_running = backward, True
+        self._backward, self.is_running = backward, True
         at_end_of_backward(partial(self._ended, backward_keeps_graph(), self._count()))
         if self._on_reached is not None:
             self._on_reached()
 
     @hide_with_calls
     def _ended(self, is_retained: bool, count: int) -> None:
-        self.is_reached, self._is_running = True, False
+        self.is_reached, self.is_running = True, False
         if self._in_parts and not is_retained and self._missing:
             is_retained, count = True, self._count()  # in part
         self._retained, self._is_over = count, not is_retained
@@ -174,11 +175,6 @@ class Waiting:
     def _is_freed(self) -> None:
         self._is_over = True
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether a backward that has reached it has not ended: it failed, or runs."""
-        return self._is_running
-
     def _count(self) -> int:
         """The number of its saved tensors in the graph, as far as known."""
         remat = None if self._remat is None else self._remat()
@@ -188,18 +184,18 @@ class Waiting:
         """Whether a later backward may still need the tensors that it holds."""
         if self._is_over:
             return False
-        if self._left is not None and not self._is_running:
+        if self._left is not None and not self.is_running:
             return self._left() is not None
         if self._token() is None and not self._retained:
             return False
-        if self._is_running and current_graph_task() == -1:
+        if self.is_running and current_graph_task() == -1:
             return False  # backward has failed, and cannot go through it again
         return self._count() >= self._retained
 
 
 def when_backward_reaches(output: Any, act: Callable[[], None]) -> None:
     """Have ``act`` called once, when backward first reaches ``output``."""
-    nodes = {id(t.grad_fn): t.grad_fn for t in _tensors(output) if t.grad_fn is not None}
+    nodes = _nodes_of(output)
     handles: list[Any] = []
 
     @hide_with_calls
@@ -212,6 +208,11 @@ def when_backward_reaches(output: Any, act: Callable[[], None]) -> None:
             act()
 
     handles += [node.register_prehook(reached) for node in nodes.values()]
+
+
+def _nodes_of(output: Any) -> dict[int, Any]:
+    """The nodes that made the tensors of an output, by id."""
+    return {id(t.grad_fn): t.grad_fn for t in _tensors(output) if t.grad_fn is not None}
 
 
 def _tensors(output: Any) -> Iterator[_Tensor]:
