@@ -247,7 +247,7 @@ def test_a_module_that_changes_nothing_is_not_looked_at_again(
     looked: list[Any] = []
     make = ModuleContents.__init__
     monkeypatch.setattr(
-        ModuleContents, "__init__", lambda self, each: (looked.append(1), make(self, each))[1]
+        ModuleContents, "__init__", lambda self, *each: (looked.append(1), make(self, *each))[1]
     )
     for module, times in (Logs(), 3), (Idle(), 1):
         looked.clear()
@@ -328,6 +328,22 @@ def test_to_read_an_object_with_a_graph_that_is_gone_is_an_error(run: Run) -> No
         out.sum().backward()
 
 
+class Sums(Logs):
+    """Reads its former results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + sum(loss.detach() for loss in self.losses))
+
+
+@RERUNS
+def test_to_read_a_former_result_with_its_graph_is_an_error(run: Run) -> None:
+    """Though it is still in the list: nothing with a graph is held."""
+    module = Sums()
+    out = [run(module, leaf(3, 4)) for _ in range(2)]
+    with pytest.raises(CheckpointError, match="the tensor in a list of a module since forward"):
+        sum(each.sum() for each in out).backward()
+
+
 class Fetches(nn.Module):
     """Batches come from a thread, which its forward has nothing to do with."""
 
@@ -374,7 +390,9 @@ def test_a_layer_that_the_region_puts_into_a_dict_gets_its_gradients() -> None:
 
 
 def test_long_lists_and_dicts_are_not_copied() -> None:
-    found = ModuleContents([(index_of(Idle()), [[*range(2000)], dict.fromkeys(range(2000)), [0]])])
+    found = ModuleContents(
+        [(index_of(Idle()), [[*range(2000)], dict.fromkeys(range(2000)), [0]])], []
+    )
     assert [len(thing) for thing, _, _ in found._entries] == [1]
 
 

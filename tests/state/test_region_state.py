@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recollect
 from recollect._torch.modes import function_mode_count
-from recollect.state.collectives import CollectivePlayer, CollectiveRecorder
+from recollect.state.region_state import CollectivePlayer, CollectiveRecorder
 from tests._support import Run, assert_transparent, identical, leaf, plain, reentrant, rerun
 
 ENGINES = pytest.mark.parametrize("run", [rerun, reentrant], ids=["rerun", "reentrant"])

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -50,7 +50,7 @@ class _Watched:
     """One tensor before the region."""
 
     __slots__ = (
-        *("before", "is_copied", "is_large", "is_new", "name", "required_grad", "tensor"),
+        *("before", "has_changed", "is_copied", "is_new", "name", "required_grad", "tensor"),
         *("version", "writes"),
     )
 
@@ -60,11 +60,13 @@ class _Watched:
         self.version = tensor._version
         self.required_grad = tensor.requires_grad
         self.writes = writes
-        self.is_large = nbytes(tensor) > LARGE and writes is not Writes.HIDDEN
-        known = _large.get(self._key()) if self.is_large else None
+        is_large = nbytes(tensor) > LARGE and writes is not Writes.HIDDEN
+        #: By tensor and writes, whether it has ever changed; None for a small one.
+        self.has_changed = _known_on_storage_of(tensor) if is_large else None
+        known = None if self.has_changed is None else self.has_changed.get((id(tensor), writes))
         #: Whether to compare values even on a device, which synchronizes.
-        self.is_new = self.is_large and known is None
-        self.is_copied = known is None or known[1]
+        self.is_new = is_large and known is None
+        self.is_copied = known is not False
         #: The values, if they were copied.
         self.before: _Tensor | None = None
 
@@ -77,43 +79,47 @@ class _Watched:
             return not same_values(self.tensor, self.before)
         return self.writes is not Writes.SEEN
 
-    def remember(self, has_changed: bool) -> None:
-        key = self._key()
-        known = _large.get(key)
-        if key[0] is None:
-            return  # a tensor of a transform
-        if known is None:
-            # Of the storage: a tensor with a weak reference cannot be exchanged by
-            # `torch.utils.swap_tensors`, as `load_state_dict` may do.
-            storage = self.tensor.untyped_storage()
-            _large[key] = ref(storage, lambda _: _large.pop(key, None)), has_changed
-        elif has_changed:
-            _large[key] = known[0], True
-
-    def _key(self) -> _Key:
-        return storage_key(self.tensor), id(self.tensor), self.writes
+    def remember(self, is_written: bool) -> None:
+        if self.has_changed is not None:
+            key = id(self.tensor), self.writes
+            self.has_changed[key] = self.has_changed.get(key, False) or is_written
 
 
-#: A storage, a tensor on it, and how that may be written to.
-_Key = tuple[int | None, int, Writes]
+_HasChanged = dict[tuple[int, Writes], bool]
 
-#: Large buffers that were watched before, in training or not, and whether each has ever changed.
-_large: dict[_Key, tuple[ref[torch.UntypedStorage], bool]] = {}
+#: Of the storages of large buffers that were watched before: for each tensor, and how it may be
+#: written to, in training or not, whether it has ever changed. By storage: a tensor with a weak
+#: reference cannot be exchanged by `torch.utils.swap_tensors`, as `load_state_dict` may do.
+_large: WeakKeyDictionary[torch.UntypedStorage, _HasChanged] = WeakKeyDictionary()
+
+
+def _known_on_storage_of(tensor: _Tensor) -> _HasChanged:
+    if storage_key(tensor) is None:
+        return {}  # a tensor of a transform
+    return _large.setdefault(tensor.untyped_storage(), {})
 
 
 class BufferState:
     """The tensors that one region may write to."""
 
-    __slots__ = ("_changed", "_refusal", "_watched", "others")
+    __slots__ = ("_changed", "_guards", "_refusal", "_watched")
 
-    def __init__(self, buffers: Sequence[BufferPlace], tensors: Sequence[_Tensor]) -> None:
-        """Watch ``buffers``, and those of ``tensors`` that are small and need no gradient."""
+    def __init__(
+        self,
+        buffers: Sequence[BufferPlace],
+        tensors: Sequence[_Tensor],
+        guards: Guards | None = None,
+    ) -> None:
+        """Watch ``buffers``, and those of ``tensors`` that are small and need no gradient.
+
+        Others are only guarded, and so are those that the region leaves alone.
+        """
+        self._guards = guards
         self._watched: list[_Watched] = []
         self._changed: list[_Watched] = []
         #: Why the region cannot be rerun, if so.
         self._refusal: str | None = None
-        #: Tensors that are not watched: an in-place change is an error.
-        self.others: list[_Tensor] = []
+        others: list[_Tensor] = []
         for owner, name, writes in buffers:
             tensor = owner[name]
             if isinstance(tensor, torch.nn.Parameter):
@@ -121,23 +127,25 @@ class BufferState:
             if is_copyable(tensor):
                 self._watched.append(_Watched(f"buffer `{name}`", tensor, writes))
             elif isinstance(tensor, _Tensor):
-                self.others.append(tensor)
+                others.append(tensor)
         for tensor in tensors:
             if are_statistics(tensor):
                 self._watched.append(_Watched(_OUTSIDE, tensor, Writes.MAYBE))
             elif is_small(tensor):
                 self._watched.append(_Watched(_OUTSIDE, tensor, Writes.SEEN))
             else:
-                self.others.append(tensor)
+                others.append(tensor)
         to_copy = [watched for watched in self._watched if watched.is_copied]
         if to_copy:
             with unobserved():
                 copies = _copies([watched.tensor for watched in to_copy])
             for watched, copy in zip(to_copy, copies, strict=True):
                 watched.before = copy
+        if guards is not None:
+            guards.add(others)
 
-    def settle(self) -> list[_Tensor]:
-        """Note what the region has changed. Returns the others, to be guarded from now on."""
+    def settle(self, *, counters: object = None) -> list[int]:
+        """Note what the region has changed."""
         watched, self._watched = self._watched, []
         for each in watched:
             if each.tensor.requires_grad and not each.required_grad:
@@ -153,14 +161,15 @@ class BufferState:
                 self._changed.append(each)
             else:
                 unchanged.append(each.tensor)
-            if each.is_large:
-                each.remember(is_written)
-        return unchanged
+            each.remember(is_written)
+        if self._guards is not None:
+            self._guards.add(unchanged)
+        self._guards = None
+        return []
 
-    @property
-    def has_changes(self) -> bool:
-        """Whether there is anything to restore."""
-        return bool(self._changed) or self._refusal is not None
+    def is_present(self) -> bool:
+        """Whether the region has changed none of them; it may yet if forward is not over."""
+        return not (self._watched or self._changed or self._refusal)
 
     def restore(self, stack: ExitStack) -> None:
         """Give changed tensors their values before the region, until ``stack`` closes."""

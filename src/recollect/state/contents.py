@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -188,33 +188,19 @@ def swapped_contents(entries: list[Entry], name: Callable[[Any], str] | None) ->
     """
     if not _swapping.acquire(timeout=PATIENCE):
         raise CheckpointError(_STUCK)
-    #: The contents of each object outside of the context, and whether it was given others.
-    before: list[tuple[Entry, bool]] = []
-    try:
+    with ExitStack() as stack:
+        stack.callback(_swapping.release)
         differ = [not restorer.same(thing, held) for thing, restorer, held in entries]
         for (thing, restorer, held), differs in zip(entries, differ, strict=True):
             present = restorer.take(thing) if differs else held
             if not differs or _put((thing, restorer, held), name):
-                before.append(((thing, restorer, present), differs))
+                stack.callback(_put_back, (thing, restorer, present), differs, name)
         yield
-    finally:
-        try:
-            _swap_back(before, name)
-        finally:
-            _swapping.release()
 
 
-def _swap_back(before: list[tuple[Entry, bool]], name: Callable[[Any], str] | None) -> None:
-    """Give every object its contents from before the context."""
-    refusal: InputChanged | None = None
-    for entry, was_changed in reversed(before):
-        if was_changed or not entry[1].same(entry[0], entry[2]):
-            try:
-                _put(entry, name)
-            except InputChanged as error:
-                refusal = error
-    if refusal is not None:
-        raise refusal
+def _put_back(entry: Entry, was_changed: bool, name: Callable[[Any], str] | None) -> None:
+    if was_changed or not entry[1].same(entry[0], entry[2]):
+        _put(entry, name)
 
 
 def _put(entry: Entry, name: Callable[[Any], str] | None) -> bool:

@@ -15,9 +15,6 @@ from recollect.errors import InputChanged
 from recollect.settings import recomputing
 from recollect.state.restorers import ITERATOR, is_made_in_python, restorers_of
 
-#: The methods by which a generator is drawn from.
-_DRAWING = frozenset({"send", "throw", "close", "asend", "athrow", "aclose", "__anext__"})
-
 
 class StandIn:
     """Raises what ``refusal`` gives if it is drawn from; None gives the item of the iterator."""
@@ -36,8 +33,7 @@ class StandIn:
         return next(self._iterator)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _DRAWING:
-            self._before_draw()
+        self._before_draw()  # `send`, say
         return getattr(self._iterator, name)
 
     def _before_draw(self) -> None:

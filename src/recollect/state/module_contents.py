@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import is_
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import nn
@@ -41,18 +40,13 @@ from recollect.state.restorers import (
 )
 from recollect.state.variables import (
     Counters,
-    ForgottenObject,
     Slot,
     Where,
     has_tensors,
     in_attribute,
-    is_held,
+    kept,
     numbers_of,
-    stand_in,
 )
-
-#: How deep dicts and lists are made again without the graphs that they hold.
-_DEPTH = 3
 
 #: What says that an object has no contents that are restored here.
 _NO_CONTENTS = (TENSOR, ITERATOR, CAPTURED_ELSEWHERE, ())
@@ -70,23 +64,6 @@ class _Changed(NamedTuple):
     held: Any
 
 
-class _Unheld(NamedTuple):
-    """An item with a graph: what finds it while others hold it, and else stands in for it."""
-
-    number: int
-    kind: type
-    tensor: ref[torch.Tensor] | None
-    stand_in: Any
-
-    def find(self, present: dict[int, Any]) -> Any:
-        """The item, if it is among ``present``, by ``id``."""
-        if self.tensor is not None:
-            found = self.tensor()
-            return self.stand_in if found is None else found
-        found = present.get(self.number)
-        return found if type(found) is self.kind else self.stand_in
-
-
 class ModuleContents:
     """What the attributes of some modules hold at the call."""
 
@@ -100,8 +77,13 @@ class ModuleContents:
         "_made",
     )
 
-    def __init__(self, found: Sequence[tuple[ModuleIndex, list[Any]]]) -> None:
-        """``found``: the values of attributes, by the index of the modules."""
+    def __init__(
+        self, found: Sequence[tuple[ModuleIndex, list[Any]]], made: list[torch.Tensor]
+    ) -> None:
+        """``found``: the values of attributes, by the index of the modules.
+
+        ``made``: where a rerun notes the parameters that it has made, or modules in a dict have.
+        """
         self._indexes = [index for index, _ in found]
         values = [value for _, values in found for value in values]
         self._entries = Contents(values, in_attributes=True).mutable
@@ -109,7 +91,7 @@ class ModuleContents:
         self._attributes = [pair for index in self._indexes for pair in _attributes_of(index)]
         self._assigned: list[tuple[Slot, Any]] = []
         self._changed: list[_Changed] = []
-        self._made: list[nn.Parameter] = []
+        self._made = made
         #: Whether a rerun leaves no trace at all.
         self._is_plan = False
 
@@ -123,39 +105,33 @@ class ModuleContents:
         for index in self._indexes:
             index.contents_change |= bool(changed or assigned)
         for slot, then in assigned:
-            self._assigned.append((slot, _without_graph(then, in_attribute(str(slot.name)))))
+            self._assigned.append((slot, kept(then, in_attribute(str(slot.name)))))
         for thing, restorer, held in changed:
-            present = {*map(id, restorer.items(restorer.take(thing)))}
             where = Where(f"a {type(thing).__name__} of a module")
-            others: dict[int, Any] = {}
-            for each in restorer.items(held):
-                if id(each) in present:
-                    if _has_graph(each):
-                        others[id(each)] = _unheld(each, where)
-                elif (left := _without_graph(each, where)) is not each:
-                    others[id(each)] = left
-                    unheld += numbers_of(each)
+            held_now = [(each, kept(each, where)) for each in restorer.items(held)]
+            others = {id(each): left for each, left in held_now if left is not each}
+            unheld += [n for each, _ in held_now if id(each) in others for n in numbers_of(each)]
             found = with_exchanged(held, others) if others else held
             self._changed.append(_Changed(id(thing), type(thing), restorer, found))
         return unheld
 
-    def __bool__(self) -> bool:
-        return bool(self._changed or self._assigned)
+    def is_present(self) -> bool:
+        """Whether the call has changed none of it."""
+        return not (self._changed or self._assigned)
+
+    def restore(self, stack: ExitStack) -> None:
+        """Give attributes and objects what they had at the call, until ``stack`` closes."""
+        for slot, then in self._assigned:
+            stack.callback(slot.write, slot.read())
+            slot.write(then)
+        stack.enter_context(self._swapped())
 
     @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """A context in which changed contents, and attributes with others, are as at the call."""
-        with ExitStack() as stack:
-            for slot, then in self._assigned:
-                stack.callback(slot.write, slot.read())
-                slot.write(then)
-            yield from self._swapped()
-
     def _swapped(self) -> Iterator[None]:
         visited = Contents(self._values_now(), in_attributes=True).everything()
         present = {id(value): value for value in visited}
         entries = [
-            (present[each.number], each.restorer, _found_again(each, present))
+            (present[each.number], each.restorer, each.held)
             for each in self._changed
             if type(present.get(each.number)) is each.kind
         ]
@@ -165,11 +141,6 @@ class ModuleContents:
             yield
             self._note_made(entries, present)
 
-    def take_made(self) -> list[nn.Parameter]:
-        """The parameters that the last rerun has made, as modules in a dict that it fills."""
-        made, self._made = self._made, []
-        return made
-
     def _note_made(self, entries: Iterable[Entry], present: dict[int, Any]) -> None:
         now = [item for thing, kind, _ in entries for item in kind.items(kind.take(thing))]
         visited = Contents(now, in_attributes=True).everything()
@@ -178,7 +149,7 @@ class ModuleContents:
         made = [*of_modules, *(each for each in new if isinstance(each, nn.Parameter))]
         roots = [root for index in self._indexes if (root := index.root()) is not None]
         known = {id(p) for root in roots for p in root.parameters()} if made else set()
-        self._made = [each for each in made if id(each) not in known]
+        self._made += [each for each in made if id(each) not in known]
 
     def _values_now(self) -> list[Any]:
         roots = [(index, index.root()) for index in self._indexes]
@@ -235,33 +206,3 @@ def _is_same(then: Any, now: Any) -> bool:
             for a, b in zip(then, now, strict=True)
         )
     return then is now
-
-
-def _unheld(value: Any, where: Where) -> _Unheld:
-    tensor = ref(value) if isinstance(value, torch.Tensor) else None
-    return _Unheld(id(value), type(value), tensor, _without_graph(value, where))
-
-
-def _without_graph(value: Any, where: Where, depth: int = _DEPTH) -> Any:
-    """``value``; or, if it leads to a graph or to large tensors, what stands in for it."""
-    if has_tensors(value):
-        return value if is_held(value) else stand_in(value, where)
-    if not _has_graph(value):
-        return value
-    if depth and type(value) is dict:
-        return {key: _without_graph(each, where, depth - 1) for key, each in value.items()}
-    if depth and type(value) in (list, tuple):
-        return type(value)(_without_graph(each, where, depth - 1) for each in value)
-    return ForgottenObject(type(value).__name__, where)
-
-
-def _found_again(changed: _Changed, present: dict[int, Any]) -> Any:
-    items = changed.restorer.items(changed.held)
-    others = {id(each): each.find(present) for each in items if type(each) is _Unheld}
-    return with_exchanged(changed.held, others) if others else changed.held
-
-
-def _has_graph(value: Any) -> bool:
-    """Whether ``value`` is, or leads to, a tensor with a graph."""
-    tensors = Contents([value], in_attributes=True).tensors
-    return any(each.grad_fn is not None for each in tensors)

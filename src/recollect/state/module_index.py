@@ -104,10 +104,9 @@ class ModuleIndex:
         """What is known of objects that attributes and globals hold: nothing yet."""
         #: The global variables that ``functions`` name; None until they are looked up.
         self.globals: list[Any] | None = None
-        #: What was searched in vain: from attributes, from the globals; and how often to try that.
+        #: What was searched in vain: from attributes, from the globals.
         self.attached_in_vain: Any = None
         self.globals_in_vain: Any = None
-        self.searches_left = 4
         #: Whether forward changes contents of what attributes hold, how often to look whether it
         #: does, and the ``id`` of what was looked at last.
         self.contents_change = False

@@ -11,18 +11,18 @@ Almost always nothing has changed, which a `ModuleIndex` finds out quickly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain, islice, repeat
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
+from recollect._torch.modules import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
 from recollect.checks.names import name_in
 from recollect.errors import InputChanged
-from recollect.state.module_hooks import hooks_of, restore_hooks
 from recollect.state.module_index import Attributes, ModuleIndex
 from recollect.state.module_settings import ModuleSettings, Place
 from recollect.state.restorers import UNSET, VARIABLES, put_until, restorers_of
@@ -45,9 +45,13 @@ class ModuleState:
         modules: Sequence[nn.Module],
         indexes: Sequence[ModuleIndex],
         values: Sequence[list[Any]],
+        made: list[torch.Tensor],
     ) -> None:
-        """``modules`` and ``values``: those of ``indexes``, as `read_index` returned them."""
-        self._made: list[torch.Tensor] = []
+        """``modules`` and ``values``: those of ``indexes``, as `read_index` returned them.
+
+        ``made``: where a rerun notes the parameters that it has made.
+        """
+        self._made = made
         self._indexes = indexes
         # Flat: a copy of each dictionary would take longer than all else.
         self._values = values[0] if len(values) == 1 else [*chain.from_iterable(values)]
@@ -64,7 +68,7 @@ class ModuleState:
         self._content = content
         self._training = [*map(_get, content, _TRAINING)]
         self._forwards = _forwards_of(content)
-        self._hooks = hooks_of(content)
+        self._hooks = _hooks_of(content)
         self._class_forwards = [_class_forwards(index) for index in indexes]
 
     def guarded(self) -> list[torch.Tensor]:
@@ -110,7 +114,7 @@ class ModuleState:
                 or _class_forwards(index) != then
             ):
                 return False
-        return hooks_of(content) == self._hooks
+        return _hooks_of(content) == self._hooks
 
     def restore(self, stack: ExitStack) -> None:
         """Restore it until ``stack`` closes; raise if a class has changed."""
@@ -118,7 +122,7 @@ class ModuleState:
         self._settings.restore(stack)
         for index in self._indexes:
             _restore_children(index, stack)
-        restore_hooks(self._content, self._hooks, stack)
+        _restore_hooks(self._content, self._hooks, stack)
         for owner, name, value in (*self._replaced(), *self._added()):
             _assign(stack, owner, name, value)
         stack.callback(self._note_made)
@@ -173,17 +177,8 @@ class ModuleState:
         known = {id(child) for index in self._indexes for child in index.children}
         children = chain.from_iterable([each["_modules"].values() for each in self._content])
         made = [child for child in children if child is not None and id(child) not in known]
-        self._made = [parameter for child in made for parameter in child.parameters()]
+        self._made += [parameter for child in made for parameter in child.parameters()]
         self._made += [owner[name] for owner, name, _ in self._added()]
-
-    def check_gradients(self, others: Iterable[torch.Tensor]) -> None:
-        """After backward: raise if parameters that the rerun has made got the gradients.
-
-        ``others``: those that it has made outside of parameters and children of modules.
-        """
-        made, self._made = [*self._made, *others], []
-        if any(each.grad is not None for each in made):
-            raise InputChanged(_NEW_PARAMETERS)
 
 
 def _class_forwards(index: ModuleIndex) -> list[Any]:
@@ -237,6 +232,57 @@ def _forwards_of(content: list[Attributes]) -> list[Any]:
     return [*map(_get, content, _FORWARD)] if any(map(_get, content, _FORWARD)) else []
 
 
+# --- hooks ----------------------------------------------------------------------------------------
+
+#: The user's hooks by number, in each place that has some: the address of the attributes of a
+#: module, and the name of a dictionary in them.
+Hooks = dict[tuple[int, str], dict[int, Any]]
+
+#: The hooks of all modules, under the names that those of one module have.
+_pre, _post, *_how = GLOBAL_FORWARD_HOOKS  # which take no keywords before a call
+_OF_ALL: dict[str, Any] = dict(zip(FORWARD_HOOKS, (_pre, _post, {}, *_how), strict=True))
+_before, _after = map(itemgetter, FORWARD_HOOKS[:2])
+
+
+def _hooks_of(content: list[Attributes]) -> Hooks:
+    """The user's hooks, where there are any."""
+    has_hooks = any(map(_after, content)) or any(map(_before, content))
+    if not (has_hooks or _after(_OF_ALL) or _before(_OF_ALL)):
+        return {}
+    # How hooks are to be called is said only where there are some. Few modules have any.
+    hooked = [each for each in (*content, _OF_ALL) if _after(each) or _before(each)]
+    found = {(id(each), n): _users_in(each, each[n]) for each in hooked for n in FORWARD_HOOKS}
+    return {place: hooks for place, hooks in found.items() if hooks}
+
+
+def _users_in(attributes: dict[str, Any], hooks: dict[int, Any]) -> dict[int, Any]:
+    """The hooks that are the user's.
+
+    Ours have numbers below zero. Those of all modules that torch has only observe.
+    """
+    if attributes is not _OF_ALL:
+        return {number: hook for number, hook in hooks.copy().items() if number >= 0}
+    pairs = [pair for each in _OF_ALL.values() for pair in each.copy().items()]
+    observers = {number for number, hook in pairs if _only_observes(hook)}
+    return {number: hook for number, hook in hooks.copy().items() if number not in observers}
+
+
+def _only_observes(hook: Any) -> bool:
+    module = getattr(hook, "__module__", None)
+    return isinstance(module, str) and module.partition(".")[0] in ("torch", "recollect")
+
+
+def _restore_hooks(content: list[dict[str, Any]], then: Hooks, stack: ExitStack) -> None:
+    """Give modules the hooks that they had, until ``stack`` closes."""
+    now = _hooks_of(content)
+    owners = {id(each): each for each in (*content, _OF_ALL)}
+    for place in (then | now) if now != then else ():
+        hooks = owners[place[0]][place[1]]
+        former, users = then.get(place, {}), now.get(place, {})
+        others = {number: hook for number, hook in hooks.items() if number not in users}
+        put_until(stack, hooks, restorers_of(type(hooks))[0], former | others)
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 
@@ -255,12 +301,6 @@ def _other_class(index: ModuleIndex, module: Any, former: type) -> InputChanged:
         "forward, or after backward."
     )
 
-
-_NEW_PARAMETERS = (
-    "a checkpointed region makes parameters of its modules, and its recomputation has made them "
-    "again: those got the gradients. Run the model once before, under torch.no_grad(), or use the "
-    "default engine."
-)
 
 _OTHER_FORWARD = (
     "{name}.forward, which a checkpointed region may call, was replaced since the region began: "

@@ -225,14 +225,37 @@ class Reachable:
         leading = leading_values(attributes, index)
         if leading:
             self._add_contents(leading, index)
-            for attached in _attached_to(leading, index):
-                self._visit(attached, 1)
+            self._add_attached(leading, index)
         if index.globals is None:
             index.globals = _find_globals(index.functions)
         if index.globals:
             self._add_globals(index.globals, index)
         for cell in index.cells:
             self._add_cell(cell, _GLOBAL_DEPTH)
+
+    def _add_attached(self, leading: list[Any], index: ModuleIndex) -> None:
+        if index.attached_in_vain is not None and index.attached_in_vain.covers(leading):
+            return
+        found = _search(leading, _DEPTH)
+        index.attached_in_vain = found.in_vain()
+        # A list of outputs would hold the graph of the step before.
+        themselves = {*map(id, leading)}
+        tensors = [t for t in found.tensors if t.is_leaf or id(t) in themselves]
+        self._add_found(found, tensors)
+
+    def _add_globals(self, named: list[_Names], index: ModuleIndex) -> None:
+        values = self._take_globals(named)
+        known = index.globals_in_vain
+        if not values or (known is not None and known.covers(values)):
+            return
+        found = _search(values, _GLOBAL_DEPTH)
+        index.globals_in_vain = found.in_vain()
+        self.variables += found.variables
+        self._add_found(found, found.tensors)
+
+    def _add_found(self, found: Reachable, tensors: list[torch.Tensor]) -> None:
+        for each in (*tensors, *found.generators, *found.modules):
+            self._visit(each, 1)
 
     def _add_buffers(self, content: Attributes, writes: tuple[Writes, Writes]) -> None:
         buffers = content["_buffers"]
@@ -305,7 +328,8 @@ class Reachable:
             for default in [*function.__kwdefaults__.values()]:
                 self._visit(default, depth)
         if not any(function in index.functions for index in self.indexes):
-            self._add_globals(_globals_of(function))
+            for value in self._take_globals(_globals_of(function)):
+                self._visit(value, _GLOBAL_DEPTH)
 
     def _add_cell(self, cell: CellType, depth: int) -> None:
         held = CELL.take(cell)
@@ -313,16 +337,14 @@ class Reachable:
             self.variables.append((cell, CELL, held))
             self._visit(held[0], depth)
 
-    def _add_globals(self, named: list[_Names], index: ModuleIndex | None = None) -> None:
-        """Global variables; those that the code of the modules of ``index`` names."""
+    def _take_globals(self, named: list[_Names]) -> list[Any]:
+        """Note global variables. Returns the values that may lead to something."""
         values: list[Any] = []
         for names in named:
             held = VARIABLES.take(names)
             self.variables.append((names, VARIABLES, held))
             values += [value for value in held.values() if type(value) not in _blank]
-        if values and (index is None or not _lead_nowhere_still(values, index)):
-            for value in values:
-                self._visit(value, _GLOBAL_DEPTH)
+        return values
 
     #: What visits a value, by its first base class in this list.
     _BY_BASE: ClassVar[list[tuple[tuple[type, ...], _Handler]]] = [
@@ -389,35 +411,12 @@ def leading_values(attributes: Attributes, index: ModuleIndex) -> list[Any]:
     return [v for v in leading if not issubclass(type(v), _NO_ATTACHMENTS)]
 
 
-def _attached_to(leading: list[Any], index: ModuleIndex) -> list[Any]:
-    """The tensors, modules and generators that ``leading`` holds or leads to."""
-    known = index.attached_in_vain
-    if known is not None and known.covers(leading):
-        return []
-    found = Reachable(None, leading, into_modules=False, passed=InVain(leading))
-    index.attached_in_vain = found.in_vain()
-    # A list of outputs would hold the graph of the step before.
-    attributes_themselves = {*map(id, leading)}
-    tensors = [t for t in found.tensors if t.is_leaf or id(t) in attributes_themselves]
-    return [*tensors, *found.generators, *found.modules]
+def _search(values: list[Any], depth: int) -> Reachable:
+    """What attributes or globals of modules lead to."""
+    return Reachable(None, values, into_modules=False, depth=depth, passed=InVain(values))
 
 
 _NO_ATTACHMENTS = (nn.Module, *_UNINTERESTING)
-
-
-def _lead_nowhere_still(values: list[Any], index: ModuleIndex) -> bool:
-    """Whether nothing is found from ``values``, which globals of the modules of ``index`` have."""
-    known = index.globals_in_vain
-    if known is not None and known.covers(values):
-        return True
-    if not index.searches_left:
-        return False
-    # Few: they come on top of the search of this call, if that finds something.
-    index.searches_left -= 1
-    passed = InVain(values)
-    found = Reachable(None, values, into_modules=False, depth=_GLOBAL_DEPTH, passed=passed)
-    index.globals_in_vain = found.in_vain()
-    return index.globals_in_vain is not None
 
 
 # --- globals --------------------------------------------------------------------------------------

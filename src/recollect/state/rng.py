@@ -147,8 +147,9 @@ def stream_of(generator: Any) -> Stream:
 _MARK = struct.Struct("=16I")
 
 
-def _memory(address: int, size: int) -> Callable[[], bytes]:
-    return partial(getattr, (ctypes.c_char * size).from_address(address), "raw")
+def _memory(address: int, size: int) -> Any:
+    """``size`` bytes at ``address``, as ``raw``."""
+    return (ctypes.c_char * size).from_address(address)
 
 
 def _watched(
@@ -158,17 +159,19 @@ def _watched(
 
     ``mark_of``: the mark of a state. ``read_spare``: tells the second of a pair of normal numbers.
     """
-    read_mark = _memory(address, _MARK.size)
-    if read_mark() != mark_of(stream.read()):
+    memory = _memory(address, _MARK.size)
+    if memory.raw != mark_of(stream.read()):
         return stream
     known: tuple[bytes, Any, Any] = b"", None, None
 
     def read() -> Any:
         nonlocal known
-        mark, spare = read_mark(), read_spare()
-        if mark != known[0] or spare != known[1]:
-            known = mark, spare, stream.read()  # regions that do not draw share it
-        return known[2]
+        mark, spare, state = known
+        if mark != memory.raw or spare != read_spare():
+            mark, spare = memory.raw, read_spare()
+            state = stream.read()  # regions that do not draw share it
+            known = mark, spare, state
+        return state
 
     return Stream(read, stream.write)
 
@@ -191,7 +194,7 @@ def _read_twister(generator: Any) -> Any:
 def _own_memory(generator: Any) -> Callable[[], bytes]:
     """The fields of a ``RandomState``: the second normal number, and what never changes."""
     size = type(generator).__basicsize__ - object.__basicsize__
-    return _memory(id(generator) + object.__basicsize__, size)
+    return partial(getattr, _memory(id(generator) + object.__basicsize__, size), "raw")
 
 
 @lru_cache(maxsize=1)  # the user may replace the bit generator

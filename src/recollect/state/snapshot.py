@@ -15,6 +15,7 @@ import re
 import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import (
     BuiltinFunctionType,
@@ -118,6 +119,8 @@ class Snapshot:
         self._iterators: list[tuple[Any, str]] = []
         self._caches: list[tuple[Any, Any]] = []
         self._optimizers: list[Any] = []
+        #: What to do last: give random streams, flags and modes their state.
+        self._around = ExitStack()
         self._tensor_snapshot = TensorSnapshot()
         self._parameters = None if parameters is None else list(parameters)
         self._written = written
@@ -257,9 +260,10 @@ class Snapshot:
         with torch.inference_mode(False):
             self._tensor_snapshot.copy_written(self._written or ())
             self._tensor_snapshot.copy(self._copied_at_first_write())
-        self._streams = read_streams(self._generators)
-        self._flags, self._autocast = read_flags(), read_autocast()
-        self._modes = function_modes()
+        self._around.callback(_leave_modes, function_modes(), read_autocast())
+        self._around.callback(write_flags, read_flags())
+        streams = read_streams(self._generators)
+        self._around.callback(lambda: write_streams(settle_streams(streams)))
         self._replace_iterators()
         return self
 
@@ -299,15 +303,8 @@ class Snapshot:
                     restorer.put(thing, replaced)
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
-        with torch.inference_mode(False):
+        with self._around, torch.inference_mode(False):
             lost = [*self._put_back()]
-        write_streams(settle_streams(self._streams))
-        write_flags(self._flags)
-        if any_autocast_enabled():
-            torch.clear_autocast_cache()  # casts of weights, with their history
-        write_autocast(self._autocast)
-        if function_modes() != self._modes:
-            set_function_modes(self._modes)
         if lost and exc is None:
             names = [self._name(thing) for thing in lost]
             listed = ", ".join(names[:_LISTED]) + ", ..." * (len(names) > _LISTED)
@@ -376,6 +373,14 @@ _USED_UP = (
     "and must leave everything as it was: hold a list of the items and the number of the next one, "
     "or take the item outside and pass it as an argument"
 )
+
+
+def _leave_modes(modes: list[Any], autocast: Any) -> None:
+    if any_autocast_enabled():
+        torch.clear_autocast_cache()  # casts of weights, with their history
+    write_autocast(autocast)
+    if function_modes() != modes:
+        set_function_modes(modes)
 
 
 def _parts_of(value: Any, cls: type) -> list[Any] | None:

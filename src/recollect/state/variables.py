@@ -22,6 +22,7 @@ import torch
 from recollect._torch.modes import unobserved
 from recollect._torch.pytree import tree_leaves
 from recollect.errors import CheckpointError
+from recollect.state.contents import Contents
 from recollect.state.iterators import successor
 from recollect.state.restorers import ATOMS, CELL, UNSET, VARIABLES, Entry, put_until
 from recollect.state.tensors import LARGE, nbytes
@@ -104,11 +105,10 @@ class Variables:
             if counters != "restored" and type(then) is int and _is_next(then, slot.read()):
                 if counters == "counted":
                     self._counters.append((slot, then))
-            elif then is UNSET or is_held(then):
-                self.assign(slot, then)
-            elif has_tensors(then):
-                unheld += numbers_of(then)
-                self.assign(slot, stand_in(then, self._where(slot)))
+            else:
+                held = then if then is UNSET else kept(then, self._where(slot))
+                unheld += numbers_of(then) if held is not then else []
+                self.assign(slot, held)
         return unheld
 
     def assign(self, slot: Slot, value: Any) -> None:
@@ -282,14 +282,14 @@ def can_be_held(value: Any) -> bool:
     )
 
 
-def _is_large(value: Any) -> bool:
-    """Whether its tensors are larger than what is held."""
-    return sum(nbytes(leaf) for leaf in _leaves(value) if type(leaf) is _Tensor) > LARGE
-
-
-def is_held(value: Any) -> bool:
-    """Whether it is held if the region replaces it."""
-    return can_be_held(value) and not _is_large(value)
+def kept(value: Any, where: Where) -> Any:
+    """``value``; or, if it leads to a graph or to large tensors, what stands in for it."""
+    if has_tensors(value):
+        size = sum(nbytes(leaf) for leaf in _leaves(value) if type(leaf) is _Tensor)
+        return value if can_be_held(value) and size <= LARGE else stand_in(value, where)
+    found = Contents([value], in_attributes=True).tensors
+    has_graph = any(each.grad_fn is not None for each in found)
+    return ForgottenObject(type(value).__name__, where) if has_graph else value
 
 
 def numbers_of(value: Any) -> list[int]:
