@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect.compiled import loop_planner
+from recollect.compiled import loop
 from recollect.compiled.applied import Applied
 from recollect.compiled.lazy import LazyFit
 from recollect.compiled.timeline import Timeline
@@ -294,13 +294,13 @@ def test_a_budget_that_cannot_be_met_is_told():
 def test_a_step_that_takes_more_than_simulated_is_told_and_mended(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    known = loop_planner.LoopTrials._try
+    known = loop.LoopTrials._try
 
-    def hopeful(self: loop_planner.LoopTrials, schedule: Schedule) -> int:
+    def hopeful(self: loop.LoopTrials, schedule: Schedule) -> int:
         expected = known(self, schedule)
         return expected if self.code else int(0.9 * expected)  # before a plan was measured
 
-    monkeypatch.setattr(loop_planner.LoopTrials, "_try", hopeful)
+    monkeypatch.setattr(loop.LoopTrials, "_try", hopeful)
     compiled = Compiled("decoder", as_it_is)
     recollect.fit(compiled.model, budget=0.8)
     with pytest.warns(recollect.PlanWarning, match="a step under the plan took"):

@@ -13,7 +13,7 @@ which tensors forward saves for backward. The path through the package:
 5. `applied` plays the `decisions` of a plan in a model. A graph that was not planned is solved
    where it is split, and `watch` warns of steps that do not run by the plan.
 6. Without a batch, `lazy` has the loop's own steps take the place of those that the planner runs:
-   `loop` measures them, and `loop_planner` makes and corrects the plan.
+   `loop` measures them, and makes and corrects the plan.
 
 Where a plan holds saved tensors on the host, `offload` puts ops that copy into the halves of a
 graph that was split. `registered` is a backend of our own, which runs the ops of a graph as they

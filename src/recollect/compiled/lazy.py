@@ -32,8 +32,7 @@ from recollect.checks.place import WarnOnce, warn_user
 from recollect.compiled.applied import Applied, Installed
 from recollect.compiled.backend import Backend, Call, Compiler, Notes
 from recollect.compiled.joint import Joint
-from recollect.compiled.loop import LoopSteps
-from recollect.compiled.loop_planner import LoopPlanner, observed_loop
+from recollect.compiled.loop import LoopPlanner, LoopSteps, observed_loop
 from recollect.compiled.merge import merge_alone
 from recollect.compiled.observe import merged_calls
 from recollect.compiled.part import NodeCosts, make_part

@@ -61,7 +61,8 @@ def timeline_of(events: Iterable[Any], device: torch.device) -> Timeline:
     for event in events:
         name, start = event.name(), event.start_ns()
         if name == _MEMORY:
-            if event.device_type() == kind and _is_on(event, device):
+            is_here = device.index is None or event.device_index() in (device.index, -1)
+            if event.device_type() == kind and is_here:
                 marks.append((start, 1, event.nbytes()))
         elif name in (_FORWARD, BACKWARD):
             marks.append((start, 2, event))
@@ -85,10 +86,6 @@ def timeline_of(events: Iterable[Any], device: torch.device) -> Timeline:
             depth -= 1
             most = level
     return Timeline([*stretches, Stretch(most, level, None)], peak)
-
-
-def _is_on(event: Any, device: torch.device) -> bool:
-    return device.index is None or event.device_index() in (device.index, -1)
 
 
 # --- tangents ------------------------------------------------------------------------------------
