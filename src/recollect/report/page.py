@@ -50,6 +50,7 @@ _LARGEST = 5
 _PLAN_MODULES = """\
 Bytes of the results that backward needs, and the time of their ops; recomputed ops spend it once
 more. Equal layers are one row. A bar compares a module with its siblings."""
+_TRIED = "Sizes that are marked as predicted were not run."
 _PREDICTED = "Figures that are not marked as measured are predicted from one recorded step."
 _HELD_MODULES = (
     "Bytes held on the device (inputs of regions included), recomputed in backward, and held by "
@@ -140,7 +141,7 @@ def sizes_page(report: SizesReport) -> str:
         "sizes": _sizes(report),
         "noscript": {"table": escape(sizes_table(report))},
     }
-    return _document(sizes_heading(report), fields, sizes_data(report), _PREDICTED)
+    return _document(sizes_heading(report), fields, sizes_data(report), _TRIED)
 
 
 class HasPage:

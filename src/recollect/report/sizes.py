@@ -81,12 +81,12 @@ def sizes_heading(report: SizesReport) -> str:
 def sizes_figures(report: SizesReport) -> list[Figure]:
     """The figures, the most important first."""
     plain = report.plain_time_per_sample
-    times = f", {report.size / report.plain_size:.2f} times plain" if report.plain_size else ""
+    ratio = f"{report.size / report.plain_size:.2f} times plain's; " if report.plain_size else ""
     speed = longer_text(report.time_per_sample, plain)
     limit = "" if report.time is None else f", at most {report.time:g} times plain"
     return [
-        Figure("largest size", str(report.size), f"{_REASONS[report.limited_by]}{times}"),
-        Figure("without a plan", str(report.plain_size), "the largest that fits so"),
+        Figure("largest size", str(report.size), f"{ratio}{_REASONS[report.limited_by]}"),
+        Figure("without a plan", str(report.plain_size), "the largest that fits plain"),
         Figure("budget", bytes_text(report.budget)),
         Figure(
             "time per sample",
@@ -104,8 +104,8 @@ def sizes_summary(report: SizesReport) -> str:
     if not report.plain_size:
         return f"{text}. Without a plan no size fits."
     text += f", and of size {report.plain_size} without one"
-    longer = longer_text(report.time_per_sample, report.plain_time_per_sample)
-    return f"{text}. A sample takes {seconds_text(report.time_per_sample)}, {longer} vs plain."
+    planned, plain = map(seconds_text, (report.time_per_sample, report.plain_time_per_sample))
+    return f"{text}. A sample takes {planned} under the plan, and {plain} without."
 
 
 def size_cells(point: SizePoint, report: SizesReport) -> tuple[str, ...]:

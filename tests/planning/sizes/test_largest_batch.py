@@ -358,6 +358,8 @@ def test_the_page(shown: recollect.LargestBatch, tmp_path: Any) -> None:
     assert "<title>Largest batch of Sequential on cpu</title>" in text
     assert 'id="sizes"' in text
     assert f'"chosen":{shown.size}' in text
+    assert "A sample takes 1.25 ms under the plan, and 1.00 ms without." in text
+    assert "Sizes that are marked as predicted were not run." in text
     assert f'<tr class="chosen"><th scope="row">{shown.size}</th>' in text
 
 
