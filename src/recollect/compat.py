@@ -10,6 +10,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Generator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -72,6 +73,8 @@ _DEFAULT_DETERMINISM_MODE: DeterminismCheck = "default"
 #: Options that torch's functions do not have: those of `install`. While recollect is installed, a
 #: call may give them too, as by ``gradient_checkpointing_kwargs`` of transformers.
 _OWN = ("engine", "policy", "offload_inputs", "store")
+#: Those that torch's have, in the order of `_options`.
+_Given = tuple[Any, Any, Any, Any, Any, Any, Any]
 
 _REENTRANT = Options(use_reentrant=True)
 _REENTRANT_NO_RNG = Options(use_reentrant=True, preserve_rng_state=False)
@@ -94,28 +97,19 @@ def checkpoint(
     The drop-in for ``torch.utils.checkpoint.checkpoint``: pass ``use_reentrant``. Without a
     function it returns a decorator. See ``recollect.checkpoint`` for the options.
     """
-    hooks = respect_saved_tensors_hooks
     given = (
-        use_reentrant,
-        preserve_rng_state,
-        context_fn,
-        determinism_check,
-        debug,
-        early_stop,
-        hooks,
+        *(use_reentrant, preserve_rng_state, context_fn, determinism_check),
+        *(debug, early_stop, respect_saved_tensors_hooks),
     )
     if function is None and not args:
         return _decorator(kwargs, given)
     assert function is not None
     own = _take_own(function, kwargs) if installed_options.is_active else {}
-    if torch.compiler.is_dynamo_compiling():
-        return _leave_to_compiler(function, args, kwargs, use_reentrant, context_fn, own)
-    options = _options("torch.utils.checkpoint", *given, own)
-    return run_region(function, args, kwargs, options, read_once=True)
+    return _run(function, args, kwargs, given, own)
 
 
 def _decorator(
-    own: dict[str, Any], given: tuple[Any, Any, Any, Any, Any, Any, Any]
+    own: dict[str, Any], given: _Given
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     unknown = [name for name in own if name not in _OWN or not installed_options.is_active]
     if unknown:
@@ -124,25 +118,26 @@ def _decorator(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function, updated=())
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
-                return _leave_to_compiler(function, args, kwargs, given[0], given[2], own)
-            options = _options("torch.utils.checkpoint", *given, own)
-            return run_region(function, args, kwargs, options, read_once=True)
+            return _run(function, args, kwargs, given, own)
 
         return hide_from_dynamo(checkpointed)
 
     return decorate
 
 
-def _leave_to_compiler(
+@hide_from_dynamo
+def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    use_reentrant: bool | None,
-    context_fn: Callable[[], Contexts],
+    given: _Given,
     own: dict[str, Any],
 ) -> Any:
-    """Leave a region to the compiler, by the options of the call and of `install`."""
+    """Run a region by the options ``given`` in torch's order and our ``own``, or compile it."""
+    if not torch.compiler.is_dynamo_compiling():
+        options = _options("torch.utils.checkpoint", *given, own)
+        return run_region(function, args, kwargs, options, read_once=True)
+    use_reentrant, _, context_fn, *_ = given
     if not installed_options.is_active or use_reentrant or context_fn is not noop_context_fn:
         return run_compiled(function, args, kwargs | own, context_fn)
     installed = installed_options.options
@@ -182,6 +177,8 @@ def _options(
     early_stop: Any = True,
     respect_saved_tensors_hooks: Any = None,
     own: dict[str, Any] | None = None,
+    *,
+    stacklevel: int = 4,
 ) -> Options:
     """The options of a call: torch's, our ``own``, and those of `install` that it does not set."""
     own, installed = own or {}, installed_options.keywords
@@ -190,7 +187,7 @@ def _options(
             f"{caller}: the use_reentrant parameter should be passed explicitly. "
             "use_reentrant=False is recommended; without it, True is used. torch announces that "
             "leaving it out will become an error.",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
         use_reentrant = True
     if use_reentrant and not own:
@@ -201,7 +198,7 @@ def _options(
                 f"{given}) has no effect on it. Pass use_reentrant=False; in transformers: "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}',
                 RecollectWarning,
-                stacklevel=3,
+                stacklevel=stacklevel,
             )
         of_rerun = (context_fn is noop_context_fn, debug is False)
         if not all((*of_rerun, respect_saved_tensors_hooks is None)):
@@ -258,7 +255,8 @@ def checkpoint_sequential(
     if not isinstance(use_reentrant, int | None):  # a second input, perhaps
         raise TypeError(f"use_reentrant should be True or False, but got {use_reentrant!r}")
     caller = "torch.utils.checkpoint.checkpoint_sequential"
-    options = _options(caller, use_reentrant, kwargs.pop("preserve_rng_state", True))
+    keeps_rng = kwargs.pop("preserve_rng_state", True)
+    options = _options(caller, use_reentrant, keeps_rng, stacklevel=3)
     if kwargs:
         raise ValueError(f"Unexpected keyword arguments: {','.join(kwargs)}")
     steps = steps_of(functions, segments)
@@ -295,9 +293,7 @@ def _checkpoint_without_reentrant_generator(
     torch's composable checkpoint enters and leaves regions from module hooks with it.
     """
     return _checkpoint_without_reentrant_generator_impl(
-        fn,
-        args,
-        kwargs,
+        *(fn, args, kwargs),
         preserve_rng_state=preserve_rng_state,
         context_fn=context_fn,
         determinism_check=determinism_check,
@@ -308,27 +304,13 @@ def _checkpoint_without_reentrant_generator(
 
 
 def _checkpoint_without_reentrant_generator_impl(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    preserve_rng_state: bool = True,
-    context_fn: Callable[[], Contexts] = noop_context_fn,
-    determinism_check: DeterminismCheck = _DEFAULT_DETERMINISM_MODE,
-    debug: bool = False,
-    early_stop: bool = True,
-    respect_saved_tensors_hooks: bool | None = None,
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **given: Any
 ) -> Generator[None, None, None]:
     """The same; composable checkpoint of torch 2.15 calls this one."""
     # Always the rerun engine, because the caller runs the forward. The policy of `install` applies.
-    options = _options(
-        *("", False, preserve_rng_state, context_fn, determinism_check),
-        *(debug, early_stop, respect_saved_tensors_hooks),
-    )
-    if not torch.is_grad_enabled():
-        yield
-        return
-    with enter_region(fn, args, kwargs, options, True, counters="live"):
+    options = _options("", False, **{"preserve_rng_state": True, **given})
+    is_recomputed = torch.is_grad_enabled()
+    with enter_region(fn, args, kwargs, options, True, "live") if is_recomputed else nullcontext():
         yield
 
 

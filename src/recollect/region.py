@@ -89,6 +89,9 @@ def enter_region(
     ``counters``: instead of that of ``options``.
     """
     contexts = None if options.make_contexts is None else make_contexts(options.make_contexts)
+    batch = OffloadBatch(options.store) if options.offload_inputs else None
+    if batch is not None and contexts is not None and isinstance(contexts[0], RecordMode):
+        batch = contexts[0].ledger.offload_batch  # that of its policy
     frame = Frame(
         function,
         args,
@@ -100,7 +103,7 @@ def enter_region(
         resolve_debug(options.debug),
         read_once,
         counters or options.counters,
-        _offload_batch(contexts, options) if options.offload_inputs else None,
+        batch,
     )
     return frame if observing.observer is None else _observed(frame, args, kwargs)
 
@@ -113,13 +116,6 @@ def _observed(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
         yield
 
 
-def _offload_batch(contexts: Contexts | None, options: Options) -> OffloadBatch:
-    """The batch for the inputs of a region: the one of its policy, if it has one."""
-    if contexts is not None and isinstance(contexts[0], RecordMode):
-        return contexts[0].ledger.offload_batch
-    return OffloadBatch(options.store)
-
-
 @hide_from_dynamo
 def _run_reentrant(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
@@ -130,8 +126,6 @@ def _run_reentrant(
             "positional arguments only; use the default engine (use_reentrant=False)"
         )
     observer = observing.observer
-    if observer is None and not options.offload_inputs:
-        return CheckpointFunction.apply(function, options.preserve_rng_state, *args)  # type: ignore[no-untyped-call]
     batch = OffloadBatch(options.store) if options.offload_inputs else None
     with (
         nullcontext() if observer is None else observer.region("reentrant", function, args, batch),

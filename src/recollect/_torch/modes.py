@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -161,28 +162,15 @@ _set_key_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 _VERSIONS_OF_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
-
-_LAZY_VIEWS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
-
-
-def with_lazy_views(op: Callable[..., Any]) -> Callable[..., Any]:
-    """``op`` for calls from a dispatch mode, for an op whose kernel makes conjugate views.
-
-    A mode runs with the keys switched off by which the ops inside of that kernel resolve such
-    views, and some of them would ignore the conjugation. They are switched on here.
-    """
-    return _with_keys(op, _LAZY_VIEWS)
+#: Keys that are off in a dispatch mode: those by which the ops inside of a kernel resolve conjugate
+#: views, which some of them would ignore, and the one by which writes to views are counted.
+LAZY_VIEWS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+COUNTED_WRITES = (_VERSIONS_OF_VIEWS,)
 
 
-def with_counted_writes(op: Callable[..., Any]) -> Callable[..., Any]:
-    """``op`` for calls from a dispatch mode, for an op whose writes are counted inside of it.
+def with_keys(op: Callable[..., Any], keys: tuple[Any, ...]) -> Callable[..., Any]:
+    """``op`` for calls from a dispatch mode, with these ``keys`` on."""
 
-    A mode runs with that switched off, and autograd would not notice that views have changed.
-    """
-    return _with_keys(op, (_VERSIONS_OF_VIEWS,))
-
-
-def _with_keys(op: Callable[..., Any], keys: tuple[Any, ...]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         excluded = [key for key in keys if _key_excluded(key)]
         for key in excluded:
@@ -196,19 +184,11 @@ def _with_keys(op: Callable[..., Any], keys: tuple[Any, ...]) -> Callable[..., A
     return call
 
 
-def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached alias of ``tensor`` that shares its version counter.
-
-    A dispatch mode runs with autograd and the version tracking of views switched off. The latter is
-    switched on here, so that a later in-place change can be noticed. Outside of a mode it is on.
-    """
-    if not _key_excluded(_VERSIONS_OF_VIEWS):
-        return tensor.detach()
-    _set_key_excluded(_VERSIONS_OF_VIEWS, False)
-    try:
-        return tensor.detach()
-    finally:
-        _set_key_excluded(_VERSIONS_OF_VIEWS, True)
+#: A detached alias of a tensor, in a dispatch mode too. It shares the version counter, so that a
+#: later in-place change can be noticed.
+detach_below_autograd: Callable[[torch.Tensor], torch.Tensor] = with_keys(
+    torch.Tensor.detach, COUNTED_WRITES
+)
 
 
 _functorch = torch._C._functorch
@@ -222,10 +202,6 @@ def is_transforming() -> bool:
 def forward_ad_active() -> bool:
     """Whether tensors may have tangents: forward-mode AD is on, in some thread."""
     return forward_ad._current_level >= 0
-
-
-#: A context in which ops run below autograd. The grad mode may be set inside, and stays so.
-below_autograd_keys: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
 
 
 #: The saved-tensor hooks that a tensor saved now would pass through; None if there are none.
@@ -249,37 +225,14 @@ def nothing_around() -> bool:
     )
 
 
-class below_autograd:  # noqa: N801 - used like a function
-    """A context in which ops run below autograd and autocast. Modes see them."""
-
-    __slots__ = ("_autocasts", "_grad_was_enabled", "_guard")
-
-    def __enter__(self) -> None:
-        self._grad_was_enabled = torch.is_grad_enabled()
-        self._guard = below_autograd_keys()
-        self._guard.__enter__()
-        self._autocasts: list[Any] = []
-        if any_autocast_enabled():
-            accelerator = torch.accelerator.current_accelerator()
-            kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-            self._autocasts = [torch.autocast(kind, enabled=False) for kind in kinds]
-            for each in self._autocasts:
-                each.__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        while self._autocasts:
-            self._autocasts.pop().__exit__(*exc)
-        self._guard.__exit__(*exc)
-        set_grad_enabled(self._grad_was_enabled)
-
-
-def _keys_above_kernels() -> Any:
-    """The dispatch keys above kernels: those of modes, subclasses, autograd."""
+def _keys_excluded_by(*guards: Callable[[], AbstractContextManager[Any]]) -> Any:
     found: list[Any] = []
 
     def read() -> None:
         others = torch._C._dispatch_tls_local_exclude_set()
-        with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
+        with ExitStack() as stack:
+            for guard in guards:
+                stack.enter_context(guard())
             found.append(torch._C._dispatch_tls_local_exclude_set() - others)
 
     # In another thread: this one may have excluded some, in inference mode or in a mode.
@@ -289,8 +242,23 @@ def _keys_above_kernels() -> Any:
     return found[0]
 
 
-#: One guard for all of them costs half of torch's two.
-_ABOVE_KERNELS = _keys_above_kernels()
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_AUTOCAST = [key for name, key in torch._C.DispatchKey.__members__.items() if "Autocast" in name]
+_AUTOGRAD_AND_AUTOCAST = reduce(
+    or_, map(torch._C.DispatchKeySet, _AUTOCAST), _keys_excluded_by(_below_autograd)
+)
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """A context in which ops run below autograd and autocast. Modes see them."""
+    if any_autocast_enabled():
+        return torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD_AND_AUTOCAST)
+    return _below_autograd()
+
+
+#: The dispatch keys above kernels: those of modes, subclasses, autograd. One guard for all of them
+#: costs half of torch's two.
+_ABOVE_KERNELS = _keys_excluded_by(torch._C._DisableTorchDispatch, _below_autograd)
 
 
 class below_python:  # noqa: N801 - used like a function

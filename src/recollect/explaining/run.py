@@ -32,7 +32,7 @@ from recollect.explaining.regions import (
 from recollect.observer import observing
 from recollect.policy.op_info import op_info
 from recollect.policy.op_info import tensors_in as op_tensors
-from recollect.policy.rulings import Ruling
+from recollect.policy.policy_call import Ruling
 from recollect.replay.recording_cache import recordings_preserved
 from recollect.report.explanation import AUTOGRAD, ELSEWHERE, RESULT, Explanation
 from recollect.report.rows import RegionCall, Row

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from recollect._torch.modes import with_counted_writes, with_lazy_views
+from recollect._torch.modes import COUNTED_WRITES, LAZY_VIEWS, with_keys
 from recollect._torch.ops import (
     CAST,
     OpOverload,
@@ -155,8 +155,13 @@ class OpInfo:
         #: Whether it takes and returns nothing but tensors and plain values.
         self.is_overload = type(op) is OpOverload
         self._read_effects(op, name)
-        self._read_communication(name)
         self._read_randomness(op, name)
+        #: Whether it communicates with other processes.
+        self.communicates = communicates(name)
+        #: Whether its results are there only after a wait.
+        self.is_asynchronous = name.startswith(_FUNCTIONAL) and name not in _WAITS
+        #: Whether it waits for them.
+        self.is_wait = name == _WAITS[0]
         self.is_cast = op is CAST
         self.is_ignored = op in SAC_IGNORED_OPS
         #: Whether it begins or ends a range of a profiler.
@@ -222,14 +227,6 @@ class OpInfo:
         self.updates_statistics = name in _UPDATING_NORMS
         self._training = _find(op, "training") if self.updates_statistics else None
 
-    def _read_communication(self, name: str) -> None:
-        #: Whether it communicates with other processes.
-        self.communicates = communicates(name)
-        #: Whether its results are there only after a wait.
-        self.is_asynchronous = name.startswith(_FUNCTIONAL) and name not in _WAITS
-        #: Whether it waits for them.
-        self.is_wait = name == _WAITS[0]
-
     def _read_randomness(self, op: Any, name: str) -> None:
         self.is_random = has_tag(op, torch.Tag.nondeterministic_seeded) and name != _NEVER_RANDOM
         generators = [each for each in arguments_of(op) if "Generator" in each.type]
@@ -256,22 +253,17 @@ class OpInfo:
         self.is_nondeterministic = self.can_be_kept and has_tag(
             op, torch.Tag.nondeterministic_bitwise
         )
-        self.kept_by_default = self._kept_by_default()
+        #: Why a policy keeps its result unless a rule insists on recomputing it; None for most ops.
+        #: Plans, and the rerun engine without a policy, keep nothing by default.
+        self.kept_by_default: str | None = None
+        if name in _DISCRETE or str(op) in _DISCRETE_OVERLOADS:
+            self.kept_by_default = "discrete"
+        elif name.startswith(_COLLECTIVES):
+            self.kept_by_default = COLLECTIVE
+        elif self.is_random and not name.startswith(_OF_TORCH):
+            self.kept_by_default = "random, by another library"
         # An op of another library may keep state, or draw random numbers without a tag.
         self._is_pure = name.startswith(_PURE) or self.is_attention or self.is_pointwise
-
-    def _kept_by_default(self) -> str | None:
-        """Why a policy keeps its result unless a rule insists on recomputing it; None for most ops.
-
-        Plans, and the rerun engine without a policy, keep nothing by default.
-        """
-        if self.name in _DISCRETE or str(self.op) in _DISCRETE_OVERLOADS:
-            return "discrete"
-        if self.name.startswith(_COLLECTIVES):
-            return COLLECTIVE
-        if self.is_random and not self.name.startswith(_OF_TORCH):
-            return "random, by another library"
-        return None
 
     # --- about one call ---------------------------------------------------------------------------
 
@@ -314,12 +306,11 @@ class OpInfo:
 
 def _callable_from_modes(op: Any, name: str) -> Callable[..., Any]:
     """The function to call ``op`` by, which does the same in a dispatch mode as outside."""
-    call = bare_op(op)
     if name in _CONJUGATING:
-        return with_lazy_views(call)
+        return with_keys(bare_op(op), LAZY_VIEWS)
     if name.startswith(_WRITES_INSIDE) and name.endswith("_"):
-        return with_counted_writes(call)
-    return call
+        return with_keys(bare_op(op), COUNTED_WRITES)
+    return bare_op(op)
 
 
 def _find(op: Any, *names: str) -> _Place | None:

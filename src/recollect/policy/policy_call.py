@@ -1,5 +1,7 @@
-"""A policy during one call of a region: a decision for each op, and for each named tensor.
+"""A policy during a call of a region: a decision for each op, and for each named tensor.
 
+The rules are matched with each op once per policy (`Rulebook`); what depends on the call is decided
+in the call (`PolicyCall`).
 Modules that rules match have a pair of hooks during the call, which tell whether they are being
 called. A rule that matched nothing is reported at the end (`check_rules`).
 """
@@ -10,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -21,25 +23,135 @@ from recollect._torch.modules import compiled_in, hook_module, unhook_module
 from recollect.checks.names import model_of, plain_name
 from recollect.checks.place import warn_user
 from recollect.naming import Listener, listening
-from recollect.policy.op_info import COLLECTIVE, OpInfo
+from recollect.policy.op_info import COLLECTIVE, OpInfo, op_info
 from recollect.policy.rules import (
     CheckpointPolicy,
     FunctionRule,
     ModuleRule,
+    NameRule,
     OpRule,
     Policy,
+    Rule,
     SelectiveCheckpointContext,
+    as_decision,
     first_unmatched,
     fits,
     listed,
 )
-from recollect.policy.rulings import DEFAULT, OpRuling, Rulebook, Ruling, rulebook_of
 from recollect.state.module_index import index_of
 from recollect.state.reachable import Reachable
 
 #: Modules, with the ranks of the rules that match each.
 _Matched = list[tuple[nn.Module, tuple[int, ...]]]
 _Named = list[tuple[str, nn.Module]]
+
+_SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+_OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+
+
+class Ruling:
+    """A decision about the result of one call, with its reason and the rank of the rule."""
+
+    def __init__(self, decision: CheckpointPolicy, reason: str, rank: int) -> None:
+        self.decision = decision
+        self.offloads = decision in _OFFLOADS
+        self.keeps = self.offloads or decision in _SAVES
+        self.reason = reason
+        self.rank = rank
+
+
+#: Where no rule decides: ranked behind all rules.
+DEFAULT = Ruling(CheckpointPolicy.PREFER_RECOMPUTE, "no rule matches", 1 << 30)
+
+
+class OpRuling:
+    """What a policy says about one op, and the rules that depend on the call."""
+
+    def __init__(self, info: OpInfo, ruling: Ruling, rules: list[tuple[int, Rule]]) -> None:
+        self.info = info
+        #: Applies unless one of ``rules`` decides: rank and rule, tried at every call.
+        self.ruling = ruling
+        self.rules = rules
+        self.may_be_kept = info.can_be_kept and (ruling.keeps or bool(rules))
+
+
+class Rulebook:
+    """The rules of one policy, resolved for the ops seen so far.
+
+    A rule's rank is its place in the policy. ``protects``: results that are
+    `OpInfo.kept_by_default` are kept unless a rule insists on recomputing them.
+    """
+
+    def __init__(self, policy: Policy, *, protects: bool) -> None:
+        self.rules = policy.rules
+        self.modules = {n: r for n, r in enumerate(self.rules) if isinstance(r, ModuleRule)}
+        self.names = {n: r for n, r in enumerate(self.rules) if isinstance(r, NameRule)}
+        #: What each rule says about the results that it matches.
+        self.rulings = [Ruling(r.decision, r.title, n) for n, r in enumerate(self.rules)]
+        #: Ranks of the op and module rules that have matched nothing yet.
+        self.unmatched = {
+            rank
+            for rank, rule in enumerate(self.rules)
+            if isinstance(rule, ModuleRule)
+            or (isinstance(rule, OpRule) and (rule.ops or rule.names))
+        }
+        #: By `ModuleIndex` of a region's module, the modules in it that rules match.
+        self.matched: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        #: By id of the op: ops hash slowly.
+        self.known: dict[int, OpRuling] = {}
+        self._protects = protects
+        #: By id of a policy function's return value: allowed values are never freed.
+        self._returned: dict[int, Ruling] = {}
+
+    def for_op(self, op: Any) -> OpRuling:
+        found = self.known.get(id(op))
+        if found is None:
+            found = self.known[id(op)] = self._resolve(op_info(op))
+        return found
+
+    def _resolve(self, info: OpInfo) -> OpRuling:
+        per_call: list[tuple[int, Rule]] = []
+        ruling = None
+        for rank, rule in enumerate(self.rules):
+            if isinstance(rule, NameRule):
+                continue
+            if isinstance(rule, OpRule):
+                if not rule.covers(info.op):
+                    continue
+                self.unmatched.discard(rank)
+            if ruling is not None:
+                continue  # only to find out which other rules match
+            is_nth = isinstance(rule, OpRule) and rule.n > 1
+            if is_nth or isinstance(rule, (ModuleRule, FunctionRule)):
+                per_call.append((rank, rule))
+            else:
+                ruling = self.rulings[rank]
+        return OpRuling(info, self._protected(ruling or DEFAULT, info), per_call)
+
+    def ruling_of_function(self, rank: int, value: Any, info: OpInfo) -> Ruling:
+        """The ruling by a policy function that returned ``value``."""
+        ruling = self._returned.get(id(value))
+        if ruling is None:
+            decision = as_decision(value, info.op)
+            ruling = self._returned[id(value)] = Ruling(decision, self.rules[rank].title, rank)
+        return self._protected(ruling, info)
+
+    def _protected(self, ruling: Ruling, info: OpInfo) -> Ruling:
+        """``ruling``, unless the result is kept by default and the ruling does not insist."""
+        reason = info.kept_by_default
+        if reason is None or not self._protects:
+            return ruling
+        if ruling.decision is not CheckpointPolicy.PREFER_RECOMPUTE:
+            return ruling
+        return Ruling(CheckpointPolicy.PREFER_SAVE, reason, ruling.rank)
+
+
+def rulebook_of(policy: Policy, *, protects: bool = True) -> Rulebook:
+    """The rulebook of ``policy``, which caches it."""
+    rulebook: Rulebook | None = policy.rulebooks.get(protects)
+    if rulebook is None:
+        rulebook = policy.rulebooks[protects] = Rulebook(policy, protects=protects)
+    return rulebook
 
 
 class PolicyCall:
@@ -95,8 +207,8 @@ class PolicyCall:
     def _hook_modules(self) -> None:
         if self.function is None:
             raise ValueError(
-                f"{self.rulebook} needs to know the region's modules: pass the policy to "
-                "recollect.checkpoint(policy=) or recollect.checkpointed(policy=)"
+                f"{Policy(*self.rulebook.rules)} needs to know the region's modules: pass the "
+                "policy to recollect.checkpoint(policy=) or recollect.checkpointed(policy=)"
             )
         matched = _matched_modules(self.rulebook, _roots(self.function, self.values))
         # The region's own module has been entered already if its forward is the region.
@@ -110,8 +222,10 @@ class PolicyCall:
 
     # --- decisions --------------------------------------------------------------------------------
 
-    def decide(self, info: OpInfo, out: Any, args: tuple[Any, ...], kwargs: Any) -> Ruling:
-        """The ruling about a call of an op that returned ``out``."""
+    def decide(
+        self, info: OpInfo, out: Any, args: tuple[Any, ...], kwargs: Any, op: Any = None
+    ) -> Ruling:
+        """The ruling about a call of an op that returned ``out``. ``op``: as it was recorded."""
         self._ran.add(info.name)
         return self.decide_call(self.rulebook.for_op(info.op), out, args, kwargs)
 
@@ -161,28 +275,21 @@ class PolicyCall:
                     f"{rule.title}: no tensor of the region was given a name like {pattern!r} by "
                     f"recollect.tag(tensor, name). The names are: {listed(self.names, pattern)}"
                 )
-        if warns and self.rulebook.unmatched:
-            self._warn_unmatched(ran)
-
-    def _warn_unmatched(self, ran: Iterable[str]) -> None:
         rulebook = self.rulebook
         # A rule about modules may match those of another region.
         inside = {rank for _, ranks in self._matched for rank in ranks}
         unmatched = {n for n in rulebook.unmatched if n in inside or n not in rulebook.modules}
-        if not unmatched:
-            return
-        rulebook.unmatched -= unmatched  # once is enough
-        titles = [rulebook.rules[rank].title for rank in sorted(unmatched)]
-        warn_user(
-            f"the policy's {' and '.join(titles)} matched nothing in the region. The ops that "
-            f"ran are: {listed((name.replace('::', '.') for name in ran), '')}"
-        )
+        if warns and unmatched:
+            rulebook.unmatched -= unmatched  # once is enough
+            titles = [rulebook.rules[rank].title for rank in sorted(unmatched)]
+            warn_user(
+                f"the policy's {' and '.join(titles)} matched nothing in the region. The ops that "
+                f"ran are: {listed((name.replace('::', '.') for name in ran), '')}"
+            )
 
 
 class _CountHook:
     """A hook that counts calls of a module. In a copy of the module, it does nothing."""
-
-    __slots__ = ("_counts", "_ranks", "_step", "_thread")
 
     def __init__(self, ranks: tuple[int, ...], counts: list[int], step: int) -> None:
         self._ranks = ranks

@@ -42,7 +42,6 @@ from recollect._torch.tensors import storage_key
 from recollect.replay.function_call import (
     EXPOSING,
     METADATA,
-    FunctionCall,
     OutsideTensor,
     TensorNumbers,
     call_mode,
@@ -287,33 +286,33 @@ class Checker:
             return False
         for place, outside in expected.new:
             value = values[place]
-            if self._places_matter or not outside.quick_test(value) or not numbers.add_new(value):
+            if self._places_matter or not outside.quick_test(value) or not numbers.add(value):
                 if not self._bind(value, outside.number, None):
                     return False
-                continue
-            if outside.number in self._wanted:
+            elif outside.number in self._wanted:
                 self._keep_outside(value, outside)
         return True
 
     def _fits_with_care(self, expected: ExpectedCall, values: tuple[Any, ...]) -> bool:
         """Whether they match, in any call mode and with arguments of any types."""
+        call = expected.call
         if (
-            call_mode(expected.function) != expected.call_mode
+            call_mode(call.function) != call.call_mode
             or dispatch_mode_count() != self._modes
             or (self._stream is not None and not is_current_stream(self._stream))
             or (expected.flags is not None and expected.read_flags() != expected.flags)
-            or len(values) != expected.arity
+            or len(values) != call.arity
         ):
             return False
         leaves: Any = values
         wrappers = None
-        if expected.form is not None:
+        if call.form is not None:
             leaves, form = flatten_all(values)
-            if form != expected.form:
+            if form != call.form:
                 return False
             wrappers = leaves.wrappers
         numbers = self._numbers
-        for place, number, writes in expected.tensors:
+        for place, number, writes in call.tensors:
             value = leaves[place]
             if number >= len(numbers.tensors):
                 wrapper = wrappers.get(place) if wrappers else None
@@ -322,7 +321,7 @@ class Checker:
             # Unseen writes. Torch does not count those to inference tensors.
             elif numbers.number_of(value) != number or numbers.writes_to(value, number) != writes:
                 return False
-        if not same_constants(leaves, expected.constants):
+        if not same_constants(leaves, call.constants):
             return False
         if not self._modes:
             expected.learn(values)
@@ -339,11 +338,10 @@ class Checker:
             outside is None
             or number != len(numbers.tensors)
             or not (outside.quick_test(tensor) or outside.is_like(tensor))
-            or numbers.number_of(tensor) is not None
             or (self._places_matter and not self._is_at_place(tensor, outside))
+            or not numbers.add(tensor)
         ):
             return False
-        numbers.add(tensor)
         if number in self._wanted:
             self._keep_outside(tensor, outside, wrapper)
         return True
@@ -394,11 +392,10 @@ class Checker:
             self._differ("other tensors are saved")
             hold_for_good(ticket)
             return
-        pack = expected.call.packed[0]
-        tensor = local_tensor(tensor)
+        (view,), tensor = expected.call.packed, local_tensor(tensor)
         number = self._numbers.number_of(tensor)
         writes = None if number is None else self._numbers.writes_to(tensor, number)
-        if pack.view is not None and (number, writes) != (pack.number, pack.writes):
+        if view is not None and (0, number, writes) not in expected.call.tensors:
             self._differ("another tensor is saved")
             hold_for_good(ticket)
             return
@@ -422,26 +419,19 @@ class Checker:
         self._next = expected.following
         for place, value, layout, away in expected.caught_returns:
             self._remat.keep(value, without_history(returned[place]), layout, away=away)
-        if call.in_flight or call.arrived:
-            self._follow_collectives(call)
-        if tickets:
-            self._remat.drop_or_hold(expected, tickets)
-        if expected.arrivals:
-            self._remat.offload_batch.release(expected.arrivals)
-
-    def _follow_collectives(self, call: FunctionCall) -> None:
-        """Count writes to the results of collectives only once they are there."""
         self._numbers.follow_collectives(call)
         for number in call.arrived:
             tensor = self._numbers.tensors[number]()
             for held in () if tensor is None else self._remat.held_of(tensor):
                 held.count_version()
+        if tickets:
+            self._remat.drop_or_hold(expected, tickets)
+        if expected.arrivals:
+            self._remat.offload_batch.release(expected.arrivals)
 
     def _is_result(self, tensor: _Tensor, expected: int, dtype: torch.dtype | None) -> bool:
-        number = self._numbers.number_of(tensor)
-        if number is None:
-            number = self._numbers.add(tensor)
-        return number == expected and tensor.dtype is dtype
+        self._numbers.add(tensor)
+        return self._numbers.number_of(tensor) == expected and tensor.dtype is dtype
 
     def _give_up(self, how: str) -> None:
         """The function did not end as recorded: hold its saved tensors."""

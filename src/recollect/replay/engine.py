@@ -1,22 +1,7 @@
-"""Runs a region with the replay engine, or falls back to rerun.
+"""Runs a region with the replay engine (R6 to R9), or falls back to rerun.
 
-The first call with a signature:
-
-1. runs the function under modes that record functions, ops and saved tensors;
-2. holds results that must not be recomputed, and drops the rest;
-3. ends with a schedule: which values later calls hold.
-
-A later call:
-
-4. runs the function under a mode that compares functions, constants and tensors;
-5. drops or holds saved tensors by the schedule;
-6. at a difference, such as another branch, records the rest of the call; the next call is recorded
-   from the start.
-
-Backward:
-
-7. reruns the ops that recompute the saved tensor which it unpacks, from held values;
-8. frees each value after its last use.
+The first call with a signature is recorded, later ones are checked. After a difference, such as
+another branch, the rest of a checked call is recorded, and the next call from its start.
 
 Replay falls back to rerun inside other regions, modes and transforms (`obstacle_around`), and for
 unsupported tensors: `replay_region` then returns `LeftToRerun` with the reason.
@@ -28,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -52,9 +38,8 @@ from recollect.checks.place import warn_user
 from recollect.observer import observed_pack, observing
 from recollect.policy import nothing
 from recollect.policy.op_info import tensors_in
-from recollect.policy.policy_call import PolicyCall
+from recollect.policy.policy_call import PolicyCall, rulebook_of
 from recollect.policy.rules import Policy
-from recollect.policy.rulings import rulebook_of
 from recollect.replay.check import Checker
 from recollect.replay.function_call import FunctionCall
 from recollect.replay.named_schedule import NamedSchedule, ScheduleQuery
@@ -149,33 +134,27 @@ def replay_region(
     if _running.is_running:
         # The outer region sees every op, and frees the same activations.
         return function(*args, **kwargs)
-    if not nothing_around() or is_capturing():
-        obstacle = obstacle_around()
-        if obstacle is not None:
-            return _leave(obstacle, report)
     flags = read_flags()
-    try:
-        offloads = (offload_batch.chosen, offload_inputs)
-        entry = entry_of(function, args, kwargs, policy, offloads, flags)
-    except UnsupportedArgument as error:
-        return _leave(error.args[0], report)
-    if known is not None and isinstance(policy, NamedSchedule) and entry.is_untried():
-        _take(known, policy, entry)
+    by = policy if isinstance(policy, NamedSchedule) else None
+    reason = None if nothing_around() and not is_capturing() else obstacle_around()
+    if reason is None:
+        try:
+            offloads = (offload_batch.chosen, offload_inputs)
+            entry = entry_of(function, args, kwargs, policy, offloads, flags)
+        except UnsupportedArgument as error:
+            return _leave(error.args[0], report)
+        if entry.recording is None:
+            _prepare(entry, function, by, known)
+        reason = entry.fallback
+    if reason is not None:
+        return _leave(reason, report)
     recording = entry.recording  # once: another thread may change it
-    if recording is None and not isinstance(policy, NamedSchedule) and entry.is_new():
-        # Sharded parameters. Recording would find them too, but that call would hold everything.
-        module = getattr(function, "__self__", function)
-        part = sharded_part(module) if isinstance(module, torch.nn.Module) else None
-        entry.fallback = None if part is None else UnsupportedTensor(part)
-    if entry.fallback is not None:
-        return _leave(entry.fallback, report)
     observer = observing.observer
     if observer is not None and report is None:
         report = CallReport()
-    begin = policy.begin if isinstance(policy, NamedSchedule) else None
-    remat = Rematerializer(offload_batch, flags, recording, begin)
+    remat = Rematerializer(offload_batch, flags, recording, None if by is None else by.begin)
     call = _Call(function, args, kwargs, policy or _NOTHING, offload_inputs, remat, report)
-    watch: AbstractContextManager[object] | None = None
+    watch: AbstractContextManager[object] = _UNWATCHED
     if report is not None:
         report.remat = remat
         if observer is not None:
@@ -183,18 +162,30 @@ def replay_region(
             watch = observer.region("replay", function, None, report)
     _running.is_running = True
     try:
-        with watch or _UNWATCHED:
+        with watch:
             return call.record(entry) if recording is None else call.check(recording, entry)
     finally:
         _running.is_running = False
 
 
-def _take(known: Recording, by: NamedSchedule, entry: CacheEntry) -> None:
-    """Have calls under the schedule ``by`` checked against a recording under another one."""
-    if isinstance(known.reason, UnsupportedTensor):
-        entry.fallback = known.reason
-    else:
-        entry.give(known.under(by))
+def _prepare(
+    entry: CacheEntry,
+    function: Callable[..., Any],
+    by: NamedSchedule | None,
+    known: Recording | None,
+) -> None:
+    """Note in an entry without a recording what is known of the function all the same."""
+    if by is None:
+        # Sharded parameters. Recording would find them too, but that call would hold everything.
+        module = getattr(function, "__self__", function)
+        if entry.is_new() and isinstance(module, torch.nn.Module):
+            part = sharded_part(module)
+            entry.fallback = None if part is None else UnsupportedTensor(part)
+    elif known is not None and entry.is_untried():
+        if isinstance(known.reason, UnsupportedTensor):
+            entry.fallback = known.reason
+        else:
+            entry.give(known.under(by))
 
 
 def _leave(reason: str, report: CallReport | None) -> LeftToRerun:
@@ -356,13 +347,9 @@ class _Call:
         return recorder
 
 
-_warned: set[str] = set()
-
-
+@cache
 def _warn_of_fallback(reason: str) -> None:
     """Warn once that a region is rerun, and why."""
-    if reason not in _warned:
-        _warned.add(reason)
-        warn_user(
-            f"engine='replay' does not support {reason}: the region falls back to the rerun engine"
-        )
+    warn_user(
+        f"engine='replay' does not support {reason}: the region falls back to the rerun engine"
+    )

@@ -80,12 +80,6 @@ class Leaves(list[Any]):
         super().__init__()
         self.wrappers: dict[int, _Tensor] = {}
 
-    def add_wrapper(self, tensor: _Tensor) -> Any:
-        """Append the local tensor of ``tensor``. Returns how that is wrapped."""
-        self.wrappers[len(self)] = tensor
-        self.append(local_tensor(tensor))
-        return "wrapped", spec_of(tensor), tensor.requires_grad
-
 
 def locals_in(value: Any) -> list[_Tensor]:
     """The tensors in ``value``, in lists and tuples too; instead of a ``DTensor`` the local one."""
@@ -105,7 +99,9 @@ def flatten(value: Any, leaves: Leaves) -> Any:
     kind = type(value)
     if isinstance(value, _Tensor):
         if is_wrapper(kind):
-            return leaves.add_wrapper(value)
+            leaves.wrappers[len(leaves)] = value
+            leaves.append(local_tensor(value))
+            return "wrapped", spec_of(value), value.requires_grad
     elif kind not in _USUAL:
         if isinstance(value, (tuple, list)) and kind is not torch.Size:
             if kind is not tuple or not all(map(is_comparable, value)):
@@ -136,10 +132,6 @@ def metadata_of(tensor: _Tensor) -> Metadata:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _unknown(_: Any) -> bool:
-    return False
-
-
 @dataclass(eq=False, slots=True)
 class OutsideTensor:
     """A tensor that the region did not make: an argument, a parameter, one in a closure."""
@@ -153,7 +145,7 @@ class OutsideTensor:
     #: The number of an earlier outside tensor on the same storage, and the offset from it in bytes.
     twin: tuple[int, int] | None = None
     #: A fast test, which may reject a matching tensor. Made from the first that matches.
-    quick_test: Callable[[Any], bool] = _unknown
+    quick_test: Callable[[Any], bool] = lambda _: False
 
     def is_like(self, tensor: Any) -> bool:
         """Whether ``tensor`` has the metadata of the recorded one."""
@@ -167,33 +159,16 @@ class OutsideTensor:
         return True
 
 
-@dataclass(eq=False, slots=True)
-class PackedTensor:
-    """A tensor that autograd saved."""
-
-    #: How to recompute it; None if autograd holds it.
-    view: View | None
-    #: If saved outside of all functions: its number, and how often it was written to.
-    number: int | None = None
-    writes: int | None = None
-
-
 class FunctionCall:
     """One call of a function of torch. A plain class for the same reason as `RecordedOp`.
 
     Args:
-        function: None if a custom function saved a tensor outside of all functions of torch.
+        function: None if a custom function saved a tensor outside of all functions of torch. That
+            tensor is then its only argument.
         call_mode: Grad mode and autocast.
         ops: The range of ops that it ran.
         flags: The flags that it ran under.
     """
-
-    __slots__ = (
-        *("arity", "arrived", "call_mode", "changed", "changes_metadata", "constants"),
-        *("custom_function", "depends_on_data", "draws", "first_value", "flags", "form"),
-        *("function", "has_dtensors", "in_flight", "is_opaque", "keys", "metadata", "ops"),
-        *("outs", "packed", "returns", "tensors", "writes"),
-    )
 
     def __init__(
         self, function: Any, call_mode: Any, ops: tuple[int, int], flags: Any = None
@@ -207,19 +182,19 @@ class FunctionCall:
         self.keys: list[str] | None = None
         self.arity = 0
         self.form: list[Any] | None = None
-        #: Tensors among them, by place: the number, and how often it was written to since it was
-        #: first seen; None if torch does not count.
-        self.tensors: dict[int, int] = {}
-        self.writes: dict[int, int | None] = {}
-        #: Constants among them that can be compared, by place.
-        self.constants: dict[int, Any] = {}
+        #: Of each tensor among them: its place, its number, and how often it was written to since
+        #: it was first seen; None if torch does not count.
+        self.tensors: list[tuple[int, int, int | None]] = []
+        #: Of each constant among them that can be compared: its place and its value.
+        self.constants: list[tuple[int, Any]] = []
         #: The number of the first value that it makes.
         self.first_value = 0
         #: The function, if it is not torch's own. A custom op should run no op but itself.
         self.custom_function: Any = None
         #: Whether another call may run other ops although everything compared is the same.
         self.is_opaque = False
-        self.packed: list[PackedTensor] = []
+        #: For each tensor that autograd saved, how to recompute it; None if autograd holds it.
+        self.packed: list[View | None] = []
         #: The returned tensors: their numbers and views.
         self.outs: list[int] = []
         self.returns: list[View | None] = []
@@ -241,18 +216,11 @@ class FunctionCall:
 
     def is_like(self, other: FunctionCall) -> bool:
         """Whether both are the same call."""
+        compared = ("function", "call_mode", "flags", "outs", "metadata", "keys", "arity", "form")
         return (
-            self.function == other.function
-            and self.call_mode == other.call_mode
-            and self.flags == other.flags
-            and self.outs == other.outs
-            and self.metadata == other.metadata
-            and self.keys == other.keys
-            and self.arity == other.arity
-            and self.form == other.form
+            all(getattr(self, name) == getattr(other, name) for name in compared)
             and self.tensors == other.tensors
-            and self.writes == other.writes
-            and same_constant((*self.constants.items(),), (*other.constants.items(),))
+            and same_constant((*self.constants,), (*other.constants,))
         )
 
 
@@ -273,26 +241,16 @@ class TensorNumbers:
         number = self.by_id.get(id(tensor))
         return number if number is not None and self.tensors[number]() is tensor else None
 
-    def add(self, tensor: _Tensor) -> int:
-        """Give ``tensor`` the next number."""
-        number = self.by_id[id(tensor)] = len(self.tensors)
-        self.tensors.append(ref(tensor))
-        try:
-            self.versions.append(tensor._version)
-        except RuntimeError:  # an inference tensor
-            self.versions.append(None)
-        return number
-
-    def add_new(self, tensor: _Tensor) -> bool:
+    def add(self, tensor: _Tensor) -> bool:
         """Give ``tensor`` the next number, unless it has one; returns whether it had none."""
         known, tensors, key = self.by_id, self.tensors, id(tensor)
         if key in known and tensors[known[key]]() is tensor:
             return False
-        known[key] = len(tensors)  # as in `add`
+        known[key] = len(tensors)
         tensors.append(ref(tensor))
         try:
             self.versions.append(tensor._version)
-        except RuntimeError:
+        except RuntimeError:  # an inference tensor
             self.versions.append(None)
         return True
 

@@ -70,7 +70,7 @@ class HeldTensor:
     @property
     def storage_key(self) -> int | None:
         """The key of its storage, or of the one it was offloaded from; None if that is gone."""
-        return memory_key(self.tensor) if self.away is None else self.away.address
+        return memory_key(self.tensor) if self.away is None else self.away.memory
 
     def send(self, offload_batch: OffloadBatch, layout: Layout) -> None:
         """Offload the whole tensor, which has this ``layout``."""

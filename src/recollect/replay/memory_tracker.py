@@ -66,14 +66,6 @@ class RecordedStorage:
     counts_late: bool = False
     #: Whether a collective may still write to it, in a thread of the backend.
     is_in_flight: bool = False
-    #: See `whole_view`; made at first use.
-    _whole_view: View | None = None
-
-    def whole_view(self) -> View:
-        """The view of its value that has the value's own layout."""
-        if self._whole_view is None or self._whole_view.value is not self.value:
-            self._whole_view = View(self.value, self.value.layout)
-        return self._whole_view
 
 
 class MemoryTracker:
@@ -162,7 +154,8 @@ class MemoryTracker:
 
     def assign_number(self, tensor: _Tensor, storage: RecordedStorage | None) -> int:
         """Give ``tensor`` on ``storage`` (None if unknown) the next number."""
-        number = self.numbers.add(tensor)
+        number = len(self.numbers.tensors)
+        self.numbers.add(tensor)
         self._storage_by_number.append(storage)
         self._seen.append(self.numbers.versions[number])
         if storage is not None:
@@ -180,15 +173,14 @@ class MemoryTracker:
         """
         number = self.numbers.number_of(tensor)
         if number is not None:
-            before, version = self.numbers.versions[number], version_of(tensor)
-            if version != self._seen[number]:
+            if version_of(tensor) != self._seen[number]:
                 self.note_unseen_writes(tensor, number)
-            return number, None if before is None or version is None else version - before
-        if is_plain_tensor(tensor) and (wrapper is None or self.accepts_dtensors):
+        elif self.accepts(tensor if wrapper is None else wrapper):
             number = self._add_outside(tensor, offloads, wrapper)
-            return number, None if self.numbers.versions[number] is None else 0
-        self.stop_at(tensor if wrapper is None else wrapper)
-        return -1, None
+        else:
+            self.stop_at(tensor if wrapper is None else wrapper)
+            return -1, None
+        return number, self.numbers.writes_to(tensor, number)
 
     def _add_outside(self, tensor: _Tensor, offloads: bool, wrapper: _Tensor | None) -> int:
         """Add a tensor that no function has made."""
@@ -230,16 +222,14 @@ class MemoryTracker:
         try:
             if type(tensor) not in USUAL_TENSORS:
                 tensor = local_tensor(tensor)
-            untyped = tensor.untyped_storage()
-            found = self._storages.get(untyped.data_ptr() or key_of_storage(untyped))
+            return self.find(tensor.untyped_storage())
         except (RuntimeError, NotImplementedError):  # it has none
             return None
-        return found if found is not None and found.untyped() is not None else None
 
-    def knows(self, untyped: torch.UntypedStorage) -> bool:
-        """Whether the region has seen this storage."""
-        found = self._storages.get(key_of_storage(untyped))
-        return found is not None and found.untyped() is not None
+    def find(self, untyped: torch.UntypedStorage) -> RecordedStorage | None:
+        """What is known of a storage, if it is known."""
+        found = self._storages.get(untyped.data_ptr() or key_of_storage(untyped))
+        return found if found is not None and found.untyped() is not None else None
 
     def add(self, tensor: _Tensor, outside: int | None = None) -> RecordedStorage:
         """Add a storage that is seen for the first time."""
@@ -290,11 +280,8 @@ class MemoryTracker:
         local, spec = tensor, None
         if type(tensor) not in USUAL_TENSORS:
             local, spec = local_tensor(tensor), spec_of(tensor)
-        layout = layout_of(local, storage.start)
-        value = storage.value
-        if layout != value.layout:
-            return View(value, layout, spec)
-        return storage.whole_view() if spec is None else View(value, value.layout, spec)
+        layout, own = layout_of(local, storage.start), storage.value.layout
+        return View(storage.value, own if layout == own else layout, spec)
 
     def new_op(self, op: Any, call: Any) -> RecordedOp:
         """Record an op that runs now."""
@@ -392,18 +379,6 @@ class MemoryTracker:
             tensor = self.numbers.tensors[number]()
             if tensor is not None:
                 self._seen[number] = version_of(tensor)
-
-    def note_arrival(self, storage: RecordedStorage) -> None:
-        """The region waits for the collective that writes to ``storage``."""
-        if storage.is_in_flight and self.call is not None:
-            storage.is_in_flight = False
-            self.call.arrived += storage.tensors
-
-    def note_place(self, tensor: _Tensor) -> None:
-        """A view with an absolute storage offset is made of ``tensor``."""
-        storage = self.locate(tensor)
-        if storage is not None and self.call is not None and not storage.is_placed:
-            self.call.is_opaque = True
 
     def expose(self, tensor: _Tensor) -> None:
         """Unseen code gets access to the storage of ``tensor``, and may write to it."""

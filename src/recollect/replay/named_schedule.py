@@ -22,13 +22,14 @@ from recollect._torch.modules import MODULE_CALL
 from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import simulate, uses_under
 from recollect.policy.op_info import OpInfo
+from recollect.policy.policy_call import Ruling
 from recollect.policy.rules import CheckpointPolicy
-from recollect.policy.rulings import Ruling
 from recollect.replay.recorded_graph import RecordedOp
 from recollect.store.host import HostStore
 
 #: Keys of ops, each with the positions of some of its results.
 _Results = tuple[tuple[str, tuple[int, ...]], ...]
+_Places = dict[str, frozenset[int]]
 
 
 class Alike:
@@ -143,7 +144,7 @@ class NamedSchedule:
             numbers = [number for region in regions for number in graph.ops_of(region)]
         keys = {n: graph.ops[n].key for n in numbers if graph.ops[n].can_keep}
         kept = frozenset(n for n, key in keys.items() if key and self._kept_as(key) is not None)
-        offloaded = frozenset(n for n, key in keys.items() if key in self._offloaded)
+        offloaded = frozenset(n for n, key in keys.items() if key in self._tables[1])
         if graph.link is None:  # there is no host memory to offload to
             return Schedule(kept | offloaded, modules=self.modules)
         copies = self.limit, self.ahead, self.begin
@@ -168,12 +169,7 @@ class NamedSchedule:
         if part is None:
             part = self._parts[prefix] = replace(self, prefix=prefix)
             # Most of it is the same, and a model may have hundreds of units.
-            shared = {
-                "_kept": self._kept,
-                "_offloaded": self._offloaded,
-                "_arrivals": self._arrivals,
-            }
-            vars(part).update(shared, _hash=hash((self._hash, prefix)))
+            vars(part).update(_tables=self._tables, _hash=hash((self._hash, prefix)))
         return part
 
     @cached_property
@@ -198,21 +194,18 @@ class NamedSchedule:
         return {name: vars(self)[name] for name in self.__dataclass_fields__}
 
     @cached_property
-    def _kept(self) -> dict[str, frozenset[int]]:
-        return {key: frozenset(results) for key, results in self.kept}
-
-    @cached_property
-    def _offloaded(self) -> dict[str, frozenset[int]]:
-        return {key: frozenset(results) for key, results in self.offloaded}
+    def _tables(self) -> tuple[_Places, _Places, dict[str, int]]:
+        """By key of an op: its kept results, its offloaded results, its arrivals."""
+        kept, offloaded = (
+            {key: frozenset(places) for key, places in results}
+            for results in (self.kept, self.offloaded)
+        )
+        return kept, offloaded, dict(self.arrivals)
 
     @cached_property
     def engines(self) -> dict[str, str]:
         """The engine of each checkpointed module, by path."""
         return dict(self.modules)
-
-    @cached_property
-    def _arrivals(self) -> dict[str, int]:
-        return dict(self.arrivals)
 
     @cached_property
     def store(self) -> HostStore | None:
@@ -224,16 +217,13 @@ class NamedSchedule:
 
     def _kept_as(self, key: str) -> frozenset[int] | None:
         """The positions of an op's kept results; None if it is recomputed."""
-        found = self._kept.get(key)
-        if found is None and self.alike is not None:
-            found = self._kept.get(self.alike.of(key))
-        return found
+        kept = self._tables[0]
+        return kept.get(key if key in kept or self.alike is None else self.alike.of(key))
 
     def decide(self, key: str, op: RecordedOp) -> Ruling:
         """The decision for ``op``, whose key is ``key``."""
-        op.key = key
-        op.arrivals = self._arrivals.get(key, 0)
-        op.planned = self._offloaded.get(key)
+        _, offloaded, arrivals = self._tables
+        op.key, op.arrivals, op.planned = key, arrivals.get(key, 0), offloaded.get(key)
         if op.planned is not None:
             return _OFFLOADED
         op.planned = self._kept_as(key)
@@ -272,7 +262,6 @@ class ScheduleQuery:
         before: Iterable[RecordedOp] = (),
     ) -> None:
         self._schedule = schedule
-        #: Not called: a plan has no rules by the names of tensors.
         self.keep: Callable[[torch.Tensor, str, Ruling], None] | None = None
         #: By module: its paths, several if blocks share it.
         self._paths: dict[int, list[str]] = {}
@@ -291,8 +280,8 @@ class ScheduleQuery:
     def __exit__(self, *exc: object) -> None:
         self.keep = None  # the autograd graph may hold this object through its hooks
 
-    def decide(self, op: RecordedOp, info: OpInfo) -> Ruling:
-        """The decision for an op."""
+    def decide(self, info: OpInfo, out: Any, args: Any, kwargs: Any, op: RecordedOp) -> Ruling:
+        """The decision for ``op``, as of `PolicyCall`; the other arguments do not matter."""
         path, prefix = self._path(sys._getframe(1)), self._schedule.prefix
         if prefix:
             path = f"{prefix}.{path}" if path else prefix

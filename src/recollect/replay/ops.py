@@ -13,9 +13,8 @@ from recollect._torch.ops import is_form_of
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import finds_shapes, is_plain_tensor
 from recollect.policy.op_info import COLLECTIVE, OpInfo, known_ops, op_info, tensors_in
-from recollect.policy.policy_call import PolicyCall
+from recollect.policy.policy_call import PolicyCall, Ruling
 from recollect.policy.rules import CheckpointPolicy
-from recollect.policy.rulings import Ruling
 from recollect.replay.memory_tracker import OPAQUE, MemoryTracker, RecordedStorage
 from recollect.replay.named_schedule import ScheduleQuery
 from recollect.replay.recorded_graph import (
@@ -42,7 +41,7 @@ class OpRecorder(DispatchMode):
         super().__init__()
         self._tracker = tracker
         self._query = query
-        query.keep = self._keep_named
+        query.keep = self._keep_named  # not called under a plan, which has no rules by name
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
@@ -68,19 +67,21 @@ class OpRecorder(DispatchMode):
         tracker = self._tracker
         if info.unrecordable is not None:
             # Recurrent layers make a new tensor a view of the storage of all their weights.
-            if not (info.sets_storage and not args[0].numel() and tracker.knows(args[1])):
+            if not (info.sets_storage and not args[0].numel() and tracker.find(args[1])):
                 tracker.stop(info.unrecordable)
             return info.call(*args, **kwargs)
+        call = tracker.call
         if info.runs_no_kernel:
-            if (tracker.is_casting or tracker.call is None) and info.is_alias:
+            if (tracker.is_casting or call is None) and info.is_alias:
                 for tensor in tensors_in(args):
                     tracker.locate(tensor)  # perhaps a cast weight: its views do not show that
             if info.has_absolute_offset(args, kwargs):
-                tracker.note_place(args[0])
+                storage = tracker.locate(args[0])
+                if call is not None and storage is not None and not storage.is_placed:
+                    call.is_opaque = True
             if info.is_inplace_view:
                 tracker.note_metadata_change(args[0])
             return info.call(*args, **kwargs)
-        call = tracker.call
         if call is not None:
             # The function reads a number into Python. Another call may read another one.
             custom = call.custom_function
@@ -156,24 +157,17 @@ class OpRecorder(DispatchMode):
 
     def _note_overwritten(self, op: RecordedOp, info: OpInfo, written: _Written) -> None:
         """Find the values that ``op`` overwrites without reading them."""
-        fresh = []
+        fresh, call = [], self._tracker.call
         for storage, tensor in written.items():
             view = self._tracker.view_in(storage, tensor)
             value = view.value
             whole = view.layout is value.layout and is_whole(view.layout, value.nbytes)
-            if info.updates_statistics:
-                self._hold_saved(value)
+            if info.updates_statistics and call is not None:  # unnoticed by autograd: hold it
+                call.packed = [None if v is None or v.value is value else v for v in call.packed]
             if whole and (info.updates_statistics or (info.overwrites and _times(value, op) == 1)):
                 fresh.append(value)
         op.fresh = frozenset(value.number for value in fresh)
         op.reads = [number for number in op.reads if number not in op.fresh]
-
-    def _hold_saved(self, value: RecordedValue) -> None:
-        """Hold a saved tensor of ``value``: an op writes to it unnoticed by autograd."""
-        call = self._tracker.call
-        for pack in () if call is None else call.packed:
-            if pack.view is not None and pack.view.value is value:
-                pack.view = None
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -200,11 +194,7 @@ class OpRecorder(DispatchMode):
         if call is None or call.is_opaque or not info.is_overload or graph.unsure_read(op):
             op.never_again(OPAQUE, None)
             return
-        decider = self._query
-        if isinstance(decider, ScheduleQuery):
-            ruling = op.ruling = decider.decide(op, info)
-        else:
-            ruling = op.ruling = decider.decide(info, out, args, kwargs)
+        ruling = op.ruling = self._query.decide(info, out, args, kwargs, op)
         why_kept = "nondeterministic" if info.is_nondeterministic else None
         if info.has_library_rng and info.uses_library_rng(args):
             why_kept = "random, by a state of its library"
@@ -246,12 +236,13 @@ class OpRecorder(DispatchMode):
                 new.unsure = old.unsure
 
     def _note_results(self, op: RecordedOp, info: OpInfo, out: Any) -> None:
-        tracker = self._tracker
+        tracker, call = self._tracker, self._tracker.call
         for path, tensor in tensors_of(out):
             known = tracker.storage_of(tensor)
-            if info.is_wait and known is not None:
-                tracker.note_arrival(known)
             if known is not None:  # an argument, a view of one, or a view of another result
+                if info.is_wait and known.is_in_flight and call is not None:
+                    known.is_in_flight = False
+                    call.arrived += known.tensors
                 if op.keep == FOREIGN and not info.is_alias:
                     # The library's own storage, which it has written to.
                     tracker.expose(tensor)
@@ -263,26 +254,23 @@ class OpRecorder(DispatchMode):
             storage.is_in_flight = info.is_asynchronous
             op.make(path, storage.value)
             storage.is_placed = storage.start == 0 and op.keep not in (OPAQUE, FOREIGN)
-            if tracker.call is not None and tracker.call.is_opaque:
+            if call is not None and call.is_opaque:
                 tracker.inner.add(storage)
             elif _holds(op, len(op.makes) - 1):
-                tracker.hold(storage.whole_view(), tensor, op.ruling)
+                tracker.hold(View(storage.value, storage.value.layout), tensor, op.ruling)
             elif info.leaves_uninitialized:
                 storage.value.unsure = OPAQUE
 
     def _keep_named(self, tensor: _Tensor, name: str, ruling: Ruling) -> None:
         """Keep a named tensor."""
         tracker = self._tracker
-        storage = None if tracker.is_idle else tracker.storage_of(tensor)
-        if storage is not None:
-            number = tracker.numbers.number_of(tensor)
-            if number is not None:
-                tracker.note_unseen_writes(tensor, number)
-        if storage is None or storage.value.unsure is not None:
-            return
-        op = tracker.graph.maker_of(storage.value)
-        if op is None or op.keep is not None or (op.ruling and op.ruling.rank < ruling.rank):
+        number = tracker.numbers.number_of(tensor)
+        if number is not None and not tracker.is_idle:
+            tracker.note_unseen_writes(tensor, number)
+        found = self._recomputable(tensor)
+        if found is None or (found[1].ruling and found[1].ruling.rank < ruling.rank):
             return  # held anyway, or an earlier rule recomputes it
+        storage, op = found
         if not op_info(op.op).can_be_kept:
             raise ValueError(
                 f"recollect.tag(..., {name!r}): {ruling.reason} cannot keep this tensor: it was "
@@ -293,18 +281,24 @@ class OpRecorder(DispatchMode):
         tracker.hold(tracker.view_in(storage, tensor), tensor, ruling)
         tracker.remat.release_last()
 
-    def keep_for_now(self, tensor: _Tensor) -> None:
+    def keep(self, tensor: _Tensor) -> None:
         """Hold a tensor as a schedule would: under another schedule its op may run again."""
-        tracker = self._tracker
-        storage = tracker.storage_of(tensor)
-        op = None if storage is None else tracker.graph.maker_of(storage.value)
-        if storage is None or op is None or storage.value.unsure is not None:
-            return
-        if op.keep is None and op.planned is None:
+        tracker, found = self._tracker, self._recomputable(tensor)
+        if found is not None and found[1].planned is None:
+            storage, op = found
             number = storage.value.number
             op.planned = frozenset(n for n, made in enumerate(op.makes) if made == number)
             tracker.hold(tracker.view_in(storage, tensor), tensor, None)
             tracker.remat.release_last()
+
+    def _recomputable(self, tensor: _Tensor) -> tuple[RecordedStorage, RecordedOp] | None:
+        """The storage of ``tensor``, and the op that backward would recompute it by, if any."""
+        tracker = self._tracker
+        storage = None if tracker.is_idle else tracker.storage_of(tensor)
+        op = None if storage is None else tracker.graph.maker_of(storage.value)
+        if storage is None or op is None or (storage.value.unsure or op.keep) is not None:
+            return None
+        return storage, op
 
 
 def _holds(op: RecordedOp, result: int | None) -> bool:

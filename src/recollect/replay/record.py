@@ -37,7 +37,6 @@ from recollect.replay.function_call import (
     UNSUPPORTED,
     FunctionCall,
     Leaves,
-    PackedTensor,
     call_mode,
     flatten_all,
     is_comparable,
@@ -79,6 +78,8 @@ class Recorder(TorchFunctionMode):
         self._tickets: list[tuple[Ticket, RecordedStorage | None]] = []
         self._query = query
         self._op_recorder = OpRecorder(self._tracker, query)
+        #: Keeps a tensor.
+        self.keep = self._op_recorder.keep
         self._stack = ExitStack()
         #: How many dispatch modes are active outside of functions.
         self._modes = 0
@@ -130,10 +131,6 @@ class Recorder(TorchFunctionMode):
         """How many ops have begun."""
         return len(self._tracker.graph.ops)
 
-    def keep(self, tensor: _Tensor) -> None:
-        """Keep a tensor as a schedule would: under another one its op may run again."""
-        self._op_recorder.keep_for_now(tensor)
-
     @contextmanager
     def pause(self) -> Any:
         """A context whose ops are not the region's."""
@@ -158,13 +155,13 @@ class Recorder(TorchFunctionMode):
         tracker.settle_function_writes()  # ops that ran outside of functions
         values = (*args, *kwargs.values())
         runs_other_kernels = runs_other_kernels_under_modes(func, values)
+        run = partial(_run_without_modes, func) if runs_other_kernels else func
+        _warn_of_slow_path(func, args, kwargs)
         if runs_other_kernels and "out" in kwargs:
             for tensor in locals_in(values):
                 tracker.before_write(tensor)
             tracker.stop(f"{func} does something else under a dispatch mode")
-            return _run_without_modes(func, *args, **kwargs)
-        _warn_of_slow_path(func, args, kwargs)
-        if func in UNSUPPORTED:
+        elif func in UNSUPPORTED:
             tracker.stop(f"{func} gives a tensor another storage")
         elif self._stream is not None and not is_current_stream(self._stream):
             # Backward recomputes a saved tensor on the stream of the function that saved it.
@@ -172,13 +169,9 @@ class Recorder(TorchFunctionMode):
         else:
             call = self._begin(func, args, values, [*kwargs])
         if tracker.stopped is not None:
-            return func(*args, **kwargs)
-        self._calls.append(call)
-        tracker.call = call
-        tracker.is_casting = any_autocast_enabled()
+            return run(*args, **kwargs)
         call.is_opaque |= runs_other_kernels
         try:
-            run = partial(_run_without_modes, func) if runs_other_kernels else func
             out = run(*args, **kwargs)
         except BaseException:
             tracker.stop(f"{func} raised")
@@ -190,7 +183,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _begin(self, func: Any, args: _Args, values: _Args, keys: list[str]) -> FunctionCall:
-        """Record the arguments of a function that is about to run."""
+        """Record the arguments of a function that is about to run, unless recording stops."""
         tracker = self._tracker
         flags = read_flags()
         tracker.flags = None if flags == self._remat.flags else flags
@@ -210,9 +203,9 @@ class Recorder(TorchFunctionMode):
             if isinstance(leaf, _Tensor):
                 wrapper = wrappers.get(place) if wrappers else None
                 number, writes = tracker.number_argument(leaf, self._offload_inputs, wrapper)
-                call.tensors[place], call.writes[place] = number, writes
+                call.tensors.append((place, number, writes))
             elif is_comparable(leaf) or type(leaf) is tuple:
-                call.constants[place] = leaf
+                call.constants.append((place, leaf))
             else:
                 call.is_opaque = True
         call.first_value = len(tracker.graph.values)
@@ -224,6 +217,8 @@ class Recorder(TorchFunctionMode):
                 tracker.expose(tensor)
         elif func == _DATA and (storage := tracker.storage_of(leaves[0])) is not None:
             storage.has_data = True
+        self._calls.append(call)
+        tracker.call, tracker.is_casting = call, any_autocast_enabled()
         return call
 
     def _end(self, call: FunctionCall, out: Any, values: _Args) -> None:
@@ -239,8 +234,12 @@ class Recorder(TorchFunctionMode):
         if tracker.stopped is not None:
             self._give_up(call)
             return
-        if len(call.draws) > 1 or (call.has_dtensors and _moves_generators(call)):
-            # Later calls know the generator's state before the function only.
+        # Later calls know the generator's state before the function only. On accelerators DTensor
+        # moves its offset before a draw.
+        is_moved = call.has_dtensors and any(
+            op.generator is not None and op.generator.device.type != "cpu" for op in call.draws
+        )
+        if len(call.draws) > 1 or is_moved:
             for op in call.draws:
                 op.later = "random, several draws in one function"
         returned = locals_in(out)
@@ -258,10 +257,10 @@ class Recorder(TorchFunctionMode):
         if call.depends_on_data or call.is_opaque:
             call.metadata = [metadata_of(tensor) for tensor in returned]
         tickets, self._tickets = self._tickets, []
-        for (ticket, storage), pack in zip(tickets, call.packed, strict=True):
-            if pack.view is not None and storage is not None:
-                self._note_saved(storage, ticket[0], pack.view, returned)
-            self._drop_or_hold(ticket, pack.view)
+        for (ticket, storage), view in zip(tickets, call.packed, strict=True):
+            if view is not None and storage is not None:
+                self._note_saved(storage, ticket[0], view, returned)
+            self._drop_or_hold(ticket, view)
         if tracker.written:
             self._note_changed(call, values)
         tracker.settle_function_writes()
@@ -276,8 +275,7 @@ class Recorder(TorchFunctionMode):
     def _end_opaque(self, call: FunctionCall, returned: list[_Tensor], values: _Args) -> None:
         """Another call of the function may save, return or write to something else."""
         tracker = self._tracker
-        for pack in call.packed:
-            pack.view = None
+        call.packed = [None] * len(call.packed)
         for tensor in returned:
             storage = tracker.storage_of(tensor)
             if storage is not None and not _is_made_in(call, storage.value):
@@ -332,7 +330,7 @@ class Recorder(TorchFunctionMode):
             hold_for_good(ticket)
         elif tracker.call is not None:
             storage = tracker.storage_of(tensor)
-            tracker.call.packed.append(PackedTensor(self._saved(tensor, storage)))
+            tracker.call.packed.append(self._saved(tensor, storage))
             self._tickets.append((ticket, storage))
         else:
             with self.pause():
@@ -343,14 +341,14 @@ class Recorder(TorchFunctionMode):
         """A custom function saves a tensor, outside of all functions of torch."""
         tracker, local = self._tracker, local_tensor(tensor)
         number = tracker.numbers.number_of(local)
-        view = writes = None
+        view = None
+        first = len(tracker.graph.ops)
+        between = FunctionCall(None, None, (first, first))
         if number is not None:
             tracker.note_unseen_writes(local, number)
             view = self._saved(tensor, tracker.storage_of(local))
-            writes = tracker.numbers.writes_to(local, number)
-        first = len(tracker.graph.ops)
-        between = FunctionCall(None, None, (first, first))
-        between.packed.append(PackedTensor(view, number, writes))
+            between.tensors.append((0, number, tracker.numbers.writes_to(local, number)))
+        between.packed.append(view)
         self._calls.append(between)
         self._drop_or_hold(ticket, view)
 
@@ -395,11 +393,6 @@ def _is_unreadable(call: FunctionCall, args: tuple[Any, ...]) -> bool:
         return len(args) < 4 or not isinstance(args[3], bool)
     is_custom = call.custom_function is not None and not is_op_of_others(function)
     return is_custom or function in UNREADABLE
-
-
-def _moves_generators(call: FunctionCall) -> bool:
-    """Whether DTensor's tracker moves the generator's offset before a draw, as on accelerators."""
-    return any(op.generator is not None and op.generator.device.type != "cpu" for op in call.draws)
 
 
 def _is_made_in(call: FunctionCall, value: RecordedValue) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -140,39 +140,20 @@ class View:
         return (self.maker or self.find_maker())(tensor)
 
     def find_maker(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The function that makes this view from a tensor in the value's own layout."""
-        if self.maker is None:
-            make = _view_maker(self.value.layout, self.layout)
-            self.maker = make if self.spec is None else partial(_wrap_view, make, self.spec)
+        """The fastest function that makes this view from a tensor in the value's own layout."""
+        own, layout, spec = self.value.layout, self.layout, self.spec
+        size, stride, offset, dtype, _ = layout
+        make: Callable[[torch.Tensor], torch.Tensor] = methodcaller("as_strided", size, stride)
+        if layout is own or dtype is not own[3] or offset != own[2]:
+            make = partial(view_of, own=own, layout=layout)
+        elif len(size) == 2 and (size[::-1], stride[::-1]) == own[:2]:
+            make = methodcaller("t")
+        self.maker = make if spec is None else lambda tensor: wrapped(make(tensor), spec)
         return self.maker
-
-
-def _wrap_view(
-    make: Callable[[torch.Tensor], torch.Tensor], spec: Any, tensor: torch.Tensor
-) -> torch.Tensor:
-    return wrapped(make(tensor), spec)
-
-
-def _view_maker(own: Layout, layout: Layout) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The fastest function from a tensor of the layout ``own`` to one of ``layout``."""
-    if layout is own:
-        return _itself
-    size, stride, offset, dtype, _ = layout
-    if dtype is not own[3] or offset != own[2]:
-        return partial(view_of, own=own, layout=layout)
-    if len(size) == 2 and (size[::-1], stride[::-1]) == own[:2]:
-        return methodcaller("t")
-    return methodcaller("as_strided", size, stride)
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 class Views(list[Any]):
     """A list or tuple among the arguments of an op that contains views."""
-
-    __slots__ = ("kind",)
 
     def __init__(self, items: list[Any], kind: type) -> None:
         super().__init__(items)
@@ -196,12 +177,6 @@ class RecordedOp:
 
     A plain class: a dataclass with so many lists takes twice as long to make.
     """
-
-    __slots__ = (
-        *("args", "arrivals", "call", "fills", "flags", "fresh", "generator", "grad_enabled"),
-        *("is_lost", "keep", "key", "kwargs", "later", "makes", "number", "old", "only", "op"),
-        *("others", "paths", "planned", "reads", "ruling", "writes"),
-    )
 
     def __init__(self, number: int, op: Any, call: Any, flags: Any = None) -> None:
         self.number = number
@@ -302,47 +277,38 @@ class RecordedOp:
         self.args, self.kwargs, self.is_lost = [], {}, True
 
 
+@dataclass(eq=False, slots=True)
 class RecordedGraph:
     """The recorded ops and values of a region, in the order of forward."""
 
-    __slots__ = ("ops", "storages", "values")
-
-    def __init__(self) -> None:
-        self.ops: list[RecordedOp] = []
-        self.values: list[RecordedValue] = []
-        #: How many storages there are.
-        self.storages = 0
+    ops: list[RecordedOp] = field(default_factory=list)
+    values: list[RecordedValue] = field(default_factory=list)
+    #: How many storages there are.
+    storages: int = 0
 
     def new(self, tensor: torch.Tensor, nbytes: int) -> RecordedValue:
         """The first value of a storage: ``tensor``, from whose beginning offsets are counted."""
         self.storages += 1
         layout = tensor.shape, tensor.stride(), 0, tensor.dtype, 0
-        return self._add(self.storages, layout, tensor.device, nbytes)
+        value = RecordedValue(len(self.values), self.storages, layout, tensor.device, nbytes)
+        self.values.append(value)
+        return value
 
     def after(self, last: RecordedValue) -> RecordedValue:
         """The value that follows ``last`` in its storage."""
         last.is_last = False
-        return self._add(last.storage_number, last.layout, last.device, last.nbytes)
-
-    def _add(
-        self, storage: int, layout: Layout, device: torch.device, nbytes: int
-    ) -> RecordedValue:
-        value = RecordedValue(len(self.values), storage, layout, device, nbytes)
+        place = last.storage_number, last.layout, last.device, last.nbytes
+        value = RecordedValue(len(self.values), *place)
         self.values.append(value)
         return value
 
     def until(self, count: int) -> RecordedGraph:
         """Its first ``count`` ops."""
-        part = RecordedGraph()
-        part.ops, part.values, part.storages = self.ops[:count], self.values, self.storages
-        return part
+        return RecordedGraph(self.ops[:count], self.values, self.storages)
 
     def copy(self) -> RecordedGraph:
         """The same graph, to hold other results."""
-        other = RecordedGraph()
-        other.ops = [copy(op) for op in self.ops]
-        other.values, other.storages = self.values, self.storages
-        return other
+        return RecordedGraph([copy(op) for op in self.ops], self.values, self.storages)
 
     def maker_of(self, value: RecordedValue) -> RecordedOp | None:
         """The op that makes ``value``."""
@@ -351,8 +317,7 @@ class RecordedGraph:
     def unsure_read(self, op: RecordedOp) -> str | None:
         """Why a value that ``op`` reads cannot be recomputed, if there is one."""
         for number in op.reads:
-            unsure = self.values[number].unsure
-            if unsure is not None:
+            if (unsure := self.values[number].unsure) is not None:
                 return unsure
         return None
 

@@ -113,7 +113,7 @@ class Recording:
         calls, known = [], 0
         for each in self.calls:
             calls.append(ExpectedCall(self, each, caught, known))
-            known = max((known - 1, *each.tensors.values(), *each.outs)) + 1
+            known = max((known - 1, *(number for _, number, _ in each.tensors), *each.outs)) + 1
         for call, following in pairwise(calls):
             call.following = following
         return calls[0] if calls else None
@@ -122,62 +122,46 @@ class Recording:
 class ExpectedCall:
     """One function of a recording, in the form that is fastest to compare with."""
 
-    __slots__ = (
-        *("arity", "arrivals", "call", "call_mode", "caught_args", "caught_packed"),
-        *("caught_returns", "constants", "count", "draws", "dtype", "dtypes", "flags"),
-        *("following", "form", "function", "getters", "has_preparations", "is_of_torch", "keys"),
-        *("new", "only", "_is_simple", "others", "pick", "picked", "read_flags", "saved"),
-        *("seen", "state", "tensors", "written"),
-    )
-
     def __init__(
         self, recording: Recording, call: FunctionCall, caught: set[int], known: int
     ) -> None:
         self.call = call
         #: The next one.
         self.following: ExpectedCall | None = None
-        self.function = call.function
+        self.function, self.keys = call.function, call.keys
         #: Whether no custom function of the user saves tensors in it.
         self.is_of_torch = call.function is not None and call.custom_function is None
-        self.call_mode = call.call_mode
-        self.keys, self.arity, self.form = call.keys, call.arity, call.form
-        #: Of each tensor: its place, its number, and how often it was written to.
-        self.tensors = [(place, n, call.writes[place]) for place, n in call.tensors.items()]
-        #: Of each constant: its place and its value.
-        self.constants = [*call.constants.items()]
         #: The call mode, the flags and the types of the arguments of a call that fit, and what
         #: reads the first two. In such a call: the tensors that are known, and the new ones; the
         #: constants for which ``==`` implies the same, what picks them, and the other constants.
         self.state: list[Any] | None = None
         self.getters = mode_getters(call.call_mode)
-        self.seen = [each for each in self.tensors if each[1] < known]
-        outsides = recording.outsides
-        self.new = [(place, outsides[n]) for place, n, _ in self.tensors if n >= known]
-        usual = {place: each for place, each in self.constants if has_equality(each)}
-        self.others = [each for each in self.constants if each[0] not in usual]
+        self.seen = [each for each in call.tensors if each[1] < known]
+        self.new = [(place, recording.outsides[n]) for place, n, _ in call.tensors if n >= known]
+        usual = {place: each for place, each in call.constants if has_equality(each)}
+        self.others = [each for each in call.constants if each[0] not in usual]
         self.pick: Callable[[Any], Any] = itemgetter(*usual) if usual else len
-        self.picked = self.pick(usual) if usual else self.arity
+        self.picked = self.pick(usual) if usual else call.arity
         self._is_simple = (
             call.form is None
             and call.function is not torch.einsum  # see `call_mode`
-            and None not in call.writes.values()  # torch counts writes to all of the tensors
+            and all(writes is not None for *_, writes in call.tensors)  # else torch counts none
             and len({each.number for _, each in self.new}) == len(self.new)
         )
         schedule = recording.schedule
         here = schedule.kept - schedule.away
-        views = [pack.view for pack in call.packed]
         #: How many tensors autograd saves in it. For each, the view to recompute it by; None if
         #: held.
-        self.count = len(views)
+        self.count = len(call.packed)
         self.saved: Iterable[View | None] = (
             # Another call of an opaque function may save more tensors, or fewer.
             repeat(None)
             if call.is_opaque
-            else [None if view is None or view.value.number in here else view for view in views]
+            else [None if v is None or v.value.number in here else v for v in call.packed]
         )
         #: The values to keep, found among saved tensors, returned tensors and written arguments.
         #: ``caught``: those that an earlier function has given.
-        self.caught_packed = _catch(enumerate(views), schedule, caught)
+        self.caught_packed = _catch(enumerate(call.packed), schedule, caught)
         self.caught_returns = _catch(enumerate(call.returns), schedule, caught)
         self.caught_args = _catch(call.changed, schedule, caught)
         #: The tensors that it writes to.
@@ -185,8 +169,14 @@ class ExpectedCall:
         #: The dtypes of the returned tensors, which may depend on the default dtype.
         self.dtypes = [None if view is None else view.layout[3] for view in call.returns]
         ops = recording.graph.ops[slice(*call.ops)]
-        #: The flags that it ran under, if it may depend on them, and the function that reads them.
-        heeds_flags = any(_heeds_flags(recording.graph, op) for op in ops)
+        #: The flags that it ran under, if one of them may decide how an op computes, or in which
+        #: dtype; and the function that reads them.
+        values = recording.graph.values
+        heeds_flags = any(
+            op_info(op.op).depends_on_flags
+            or not any(values[n].layout[3].is_floating_point for n in op.reads)
+            for op in ops
+        )
         self.flags = call.flags if not call.is_opaque and heeds_flags else None
         self.read_flags = read_flags
         if self.flags is not None and call.function in USUAL:
@@ -209,7 +199,7 @@ class ExpectedCall:
         is_usual &= not (call.in_flight or call.arrived)
         self.dtype = self.dtypes[0] if len(call.outs) == 1 else None
         self.only = call.outs[0] if is_usual and self.dtype is not None else -1
-        if self.only <= max((known - 1, *call.tensors.values())):
+        if self.only <= max((known - 1, *(number for _, number, _ in call.tensors))):
             self.only = -1  # not a new tensor
 
     def learn(self, values: tuple[Any, ...]) -> None:
@@ -217,12 +207,6 @@ class ExpectedCall:
         if self._is_simple:
             with suppress(RuntimeError):  # a flag that torch refuses to read
                 self.state = [*map(call_it, self.getters), *map(type, values)]
-
-
-def _heeds_flags(graph: RecordedGraph, op: RecordedOp) -> bool:
-    """Whether a flag may decide how ``op`` computes, or in which dtype."""
-    is_floating = any(graph.values[n].layout[3].is_floating_point for n in op.reads)
-    return not is_floating or op_info(op.op).depends_on_flags
 
 
 def _catch(
@@ -245,8 +229,6 @@ class RegionSchedule:
         calls: The recorded functions.
         stores_all: Whether everything that the policy keeps is offloaded.
     """
-
-    __slots__ = ("away", "caught", "chains", "draws", "kept", "order", "outsides", "uses")
 
     def __init__(
         self, graph: RecordedGraph, calls: list[FunctionCall], *, stores_all: bool
@@ -294,8 +276,7 @@ def forced_values(graph: RecordedGraph, calls: list[FunctionCall]) -> frozenset[
 
 def saved_by(calls: list[FunctionCall]) -> list[int]:
     """The values that autograd saves in ``calls`` and does not hold itself."""
-    packs = (pack for call in calls for pack in call.packed)
-    return [pack.view.value.number for pack in packs if pack.view is not None]
+    return [view.value.number for call in calls for view in call.packed if view is not None]
 
 
 def find_holdable(calls: list[FunctionCall]) -> set[int]:
@@ -309,7 +290,7 @@ def find_holdable(calls: list[FunctionCall]) -> set[int]:
         # The user may write to outputs. If autograd saved them it raises, unless the write is
         # unseen.
         seen = [value for value in seen if not value.is_output or value.number in saved]
-        seen += [pack.view.value for pack in call.packed if pack.view is not None]
+        seen += [view.value for view in call.packed if view is not None]
         found.update(
             value.number
             for value in seen
@@ -326,9 +307,9 @@ def _leave_to_autograd(graph: RecordedGraph, calls: list[FunctionCall], holdable
             blocked.update(op.results)
     blocked -= holdable
     for call in calls:
-        for pack in call.packed:
-            if pack.view is not None and pack.view.value.number in blocked:
-                pack.view = None
+        call.packed = [
+            None if view is None or view.value.number in blocked else view for view in call.packed
+        ]
 
 
 def _must_not_run(graph: RecordedGraph, op: RecordedOp) -> bool:

@@ -21,14 +21,7 @@ from torch import is_grad_enabled as grad_enabled
 
 from recollect._torch.autograd import DEAD_COUNT, at_end_of_backward, current_graph_task
 from recollect._torch.dynamo import hide_with_calls
-from recollect._torch.modes import any_autocast_enabled as autocast_enabled
-from recollect._torch.modes import (
-    below_autograd,
-    below_autograd_keys,
-    function_mode_count,
-    no_function_modes,
-    set_grad_enabled,
-)
+from recollect._torch.modes import below_autograd, no_function_modes, set_grad_enabled
 from recollect.checks.changed_input import saved_tensor_changed
 from recollect.errors import CheckpointError
 from recollect.graph.release import WorkingSet, find_needs, missing_ops, pop_unneeded
@@ -152,18 +145,13 @@ class Rematerializer(HeldValues):
         return self._recompute(backward, view)
 
     def _recompute(self, backward: int, view: View) -> torch.Tensor:
-        if self.pause is not None:
-            with self._lock, below_autograd(), self.pause():
-                return self._recompute_now(backward, view)
         if view.value.is_stale and self.is_complete:
             raise saved_tensor_changed(view.layout[0])
-        # Two threads of one backward may get here at once.
-        if autocast_enabled() or function_mode_count():
-            with self._lock, no_function_modes(), below_autograd():
-                return self._recompute_now(backward, view)
         was_enabled = grad_enabled()
+        unseen = no_function_modes() if self.pause is None else self.pause()
         try:
-            with self._lock, below_autograd_keys():
+            # Two threads of one backward may get here at once.
+            with self._lock, unseen, below_autograd():
                 return self._recompute_now(backward, view)
         finally:
             set_grad_enabled(was_enabled)

@@ -138,7 +138,11 @@ class HostStore(Store):
         returned is alive.
         """
         if isinstance(handle, Composite):
-            return self._joined(handle)
+            inner = {name: self.get(each) for name, each in handle.handles.items()}
+            with unobserved():
+                joined = handle.join(inner)
+                # Some subclasses remember that they required grad.
+                return joined.requires_grad_(False) if joined.requires_grad else joined
         with self._locked():
             if isinstance(handle, OnDevice):
                 return handle.get()
@@ -190,7 +194,7 @@ class HostStore(Store):
             for leaf in leaves_of(handle):
                 if isinstance(leaf, OnHost):
                     copy = leaf.host_copy()
-                    self._transfers[copy.link].wait_and_release(copy)
+                    self._transfers[copy.link].release(copy)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -209,13 +213,6 @@ class HostStore(Store):
         is_copied = any(isinstance(leaf, OnHost) for leaf in leaves_of(composite))
         return composite if is_copied else OnDevice(tensor)
 
-    def _joined(self, handle: Composite) -> Tensor:
-        inner = {name: self.get(each) for name, each in handle.handles.items()}
-        with unobserved():
-            joined = handle.join(inner)
-            # Some subclasses remember that they required grad, but `get` returns detached tensors.
-            return joined.requires_grad_(False) if joined.requires_grad else joined
-
     def _put_plain(self, tensor: Tensor) -> OnHost | None:
         """The handle of a copy; None if ``tensor`` stays on the device."""
         link = self._link_of(tensor)
@@ -224,8 +221,12 @@ class HostStore(Store):
             return None
         layout = layout_of(tensor)
         span, whole = span_of(layout), tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        if _is_resident(tensor):
+            self._weights[key] = storage
+        is_weight = self._weights.get(key) is storage
         # The storage may have been resized: then there is nothing to copy.
-        if self._is_weight(tensor, key) or whole < self._options["smallest"] or span.end > whole:
+        if is_weight or whole < self._options["smallest"] or span.end > whole:
             return None
         stored = self._copies.get(key, ())
         copy = next((each for each in stored if each.serves(tensor, span)), None)
@@ -233,12 +234,6 @@ class HostStore(Store):
             copy = self._start_copy(tensor, link, key, span_to_store(span, whole))
         copy.uses += 1
         return OnHost(copy, layout, span)
-
-    def _is_weight(self, tensor: Tensor, key: int) -> bool:
-        storage = tensor.untyped_storage()
-        if _is_resident(tensor):
-            self._weights[key] = storage
-        return self._weights.get(key) is storage
 
     def _start_copy(self, tensor: Tensor, link: CudaLink, key: int, span: Span) -> HostCopy:
         transfers = self._transfers_over(link)
@@ -285,7 +280,7 @@ class HostStore(Store):
                 del self._copies[copy.key]
             transfers.discard_prefetched(copy)
             if copy.link.usable():
-                transfers.wait_and_release(copy)
+                transfers.release(copy)
             self._pool.give(copy.buffer, copy.done if copy.last_read is None else copy.last_read)
         transfers.release_sources()
 

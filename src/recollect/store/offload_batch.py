@@ -15,11 +15,11 @@ from weakref import ReferenceType, ref
 import torch
 
 from recollect._torch.modes import unobserved
-from recollect._torch.tensors import memory_key, storage_key, version_of
+from recollect._torch.tensors import memory_key, version_of
 from recollect.errors import KeptTensorError
 from recollect.observer import observing
 from recollect.store.host import host_store
-from recollect.store.protocol import Store, as_store
+from recollect.store.protocol import CompletedStore, Store
 from recollect.store.spans import laid_out, shift_of
 
 
@@ -27,8 +27,7 @@ class OffloadedTensor:
     """A tensor in a store, which drops it when this object is freed."""
 
     def __init__(self, store: Store, tensor: torch.Tensor, name: str) -> None:
-        self._memory = storage_key(tensor)
-        self._address = memory_key(tensor)
+        self._memory = memory_key(tensor)
         self._storage = None if self._memory is None else ref(tensor.untyped_storage())
         is_strided = tensor.layout is torch.strided and not tensor.is_nested
         is_plain = type(tensor) is torch.Tensor and is_strided
@@ -45,13 +44,8 @@ class OffloadedTensor:
 
     @property
     def memory(self) -> int | None:
-        """The `storage_key` of the tensor that was put; None once that is freed."""
-        return None if self._storage is None or self._storage() is None else self._memory
-
-    @property
-    def address(self) -> int | None:
         """The `memory_key` of the tensor that was put; None once that is freed."""
-        return None if self.memory is None else self._address
+        return None if self._storage is None or self._storage() is None else self._memory
 
     @property
     def is_exposed(self) -> bool:
@@ -63,14 +57,20 @@ class OffloadedTensor:
         with unobserved():
             tensor = self._store.get(self.handle)
         self._check_fits(tensor)
-        # A store may hold the tensor itself.
-        if tensor is self._tensor() and self._is_modified():
-            raise KeptTensorError(
-                "Tensor cached during selective activation checkpoint has been mutated: a tensor "
-                f"of shape {list(tensor.shape)} that {self._name} holds was changed in place "
-                "afterwards. Copy it in put(), or replace the in-place operation."
-            )
-        return self._laid_out(tensor)
+        if tensor is self._tensor():  # a store may hold it
+            if self._is_modified():
+                raise KeptTensorError(
+                    "Tensor cached during selective activation checkpoint has been mutated: a "
+                    f"tensor of shape {list(tensor.shape)} that {self._name} holds was changed in "
+                    "place afterwards. Copy it in put(), or replace the in-place operation."
+                )
+            return tensor
+        # A copy may have other strides and another alignment, on which the last bit of results may
+        # depend.
+        if self._laid in (None, (tensor.stride(), shift_of(tensor))):
+            return tensor
+        with unobserved():
+            return laid_out(tensor, *self._laid)
 
     def _check_fits(self, value: Any) -> None:
         """Raise unless ``value`` has the shape, dtype and device of the tensor that was put."""
@@ -84,18 +84,6 @@ class OffloadedTensor:
         raise KeptTensorError(
             f"get() of {self._name} returned {returned} for {put}: it has to return the same tensor"
         )
-
-    def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` with the strides and alignment of forward.
-
-        A copy may have others, and the last bit of results may depend on them.
-        """
-        if self._laid is None or tensor is self._tensor():
-            return tensor
-        if (tensor.stride(), shift_of(tensor)) == self._laid:
-            return tensor
-        with unobserved():
-            return laid_out(tensor, *self._laid)
 
     def _is_modified(self) -> bool:
         """Whether the tensor that was put is still there, and was written to."""
@@ -148,7 +136,8 @@ class OffloadBatch:
         #: Whether the user has chosen a store.
         self.chosen = store is not None
         self._name = type(store).__name__
-        self._store = host if store is None else as_store(store)
+        is_complete = store is None or isinstance(store, Store)
+        self._store: Store | None = store or host if is_complete else CompletedStore(store)
         self._last_first = last_first
         self._tensors: list[ReferenceType[OffloadedTensor]] = []
         #: How many of them are released on the device.

@@ -76,13 +76,8 @@ def check_store(value: Any, name: str) -> None:
         )
 
 
-def as_store(value: Any) -> Store:
-    """``value`` with the defaults of the methods that it does not have."""
-    return value if isinstance(value, Store) else _Completed(value)
-
-
-class _Completed(Store):
-    """A user's store that does not derive from `Store`."""
+class CompletedStore(Store):
+    """A user's store that does not derive from `Store`, with defaults for what it does not have."""
 
     def __init__(self, store: Any) -> None:
         for name in ("put", "get", "drop", "prefetch", "release", "before_write", "count_version"):

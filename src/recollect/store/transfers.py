@@ -45,8 +45,6 @@ Do one of these:
 class OnDevice:
     """A tensor that was not copied, with the version it had."""
 
-    __slots__ = ("tensor", "version")
-
     def __init__(self, tensor: Tensor) -> None:
         with unobserved():  # detached: nodes of its graph may hold the handle
             self._hold(tensor if tensor.grad_fn is None else tensor.detach())
@@ -75,7 +73,6 @@ class OnDevice:
         self._hold(copy_of(self.get()))
 
     def count_version(self) -> None:
-        """Accept the current version: the values are unchanged."""
         self._hold(self._not_dropped())
 
 
@@ -124,8 +121,6 @@ class Fetched:
 
 class Returned:
     """A tensor that `get` returned: other views share its memory while it lives unchanged."""
-
-    __slots__ = ("span", "storage", "stream", "tensor", "version")
 
     def __init__(self, tensor: Tensor, fetched: Fetched) -> None:
         self.tensor = weakref.ref(tensor)
@@ -186,7 +181,6 @@ class HostCopy:
         self.returned: Returned | None = None
 
     def count_version(self) -> None:
-        """Accept the current version of the source: its values are unchanged."""
         if self.source is not None and not self.is_modified:
             self.version = version_of(self.source)
 
@@ -243,35 +237,26 @@ class Transfers:
         if not self.link.usable():
             return
         for copy in [*self.outgoing]:
-            is_newest = len(self.outgoing) == 1
-            if not (self._polls and self.link.is_done(copy.done)):
-                if is_newest or self.outgoing_bytes <= self.in_flight:
-                    return
-                self._wait_for(copy)
-            self.release(copy)
+            is_done = self._polls and self.link.is_done(copy.done)
+            if not is_done and (len(self.outgoing) == 1 or self.outgoing_bytes <= self.in_flight):
+                return
+            self.release(copy, is_done=is_done)
 
     def drain(self) -> None:
         """Release all sources but the newest: backward needs the memory."""
         if self.link.usable():
             for copy in [*self.outgoing][:-1]:
-                self.wait_and_release(copy)
+                self.release(copy)
 
-    def wait_and_release(self, copy: HostCopy) -> None:
-        """Release the source of ``copy``; the streams that may write to it wait for the copy."""
-        if copy.source is not None:
-            self._wait_for(copy)
-            self.release(copy)
-
-    def _wait_for(self, copy: HostCopy) -> None:
-        self.link.wait(copy.stream, copy.done)
-        current = self.link.stream()
-        if current != copy.stream:
-            self.link.wait(current, copy.done)
-
-    def release(self, copy: HostCopy) -> None:
-        """Release the source of ``copy``, once the copy is complete or waited for."""
+    def release(self, copy: HostCopy, *, is_done: bool = False) -> None:
+        """Release the source of ``copy``. Until that ``is_done``, streams that may write wait."""
         if copy.source is None:
             return
+        if not is_done:
+            self.link.wait(copy.stream, copy.done)
+            current = self.link.stream()
+            if current != copy.stream:
+                self.link.wait(current, copy.done)
         copy.is_intact()  # checked now: afterwards there is no version to compare
         copy.source = None
         del self.outgoing[copy]
@@ -289,7 +274,7 @@ class Transfers:
         fetched = self._take_prefetched(copy, handle.span) or self._fetch(handle, copy)
         self.link.wait(stream, fetched.done)
         if stream == copy.stream:
-            self.release(copy)  # it was copied out before it was copied in
+            self.release(copy, is_done=True)  # it was copied out before it was copied in
         tensor = tensor_on(fetched.memory, fetched.span.start, handle.layout)
         copy.returned = Returned(tensor, fetched)
         self._prefetch_wanted()
@@ -309,22 +294,19 @@ class Transfers:
             copy.prefetched = None
 
     def _prefetch_wanted(self) -> None:
+        stream = self.link.stream()
         for handle in [*self.wanted]:
             copy = handle.copy
-            if copy is not None and self._is_to_fetch(handle, copy):
-                size = _span_to_fetch(handle, copy).size
-                if self.prefetched_bytes and self.prefetched_bytes + size > self.ahead:
-                    return
-                copy.prefetched = self._fetch(handle, copy)
-                self.prefetched_bytes += size
+            # Intact, and not on the device already.
+            if copy is not None and copy.prefetched is None and copy.is_intact():
+                returned = copy.returned
+                if returned is None or not returned.serves(handle.layout, handle.span, stream):
+                    size = _span_to_fetch(handle, copy).size
+                    if self.prefetched_bytes and self.prefetched_bytes + size > self.ahead:
+                        return
+                    copy.prefetched = self._fetch(handle, copy)
+                    self.prefetched_bytes += size
             del self.wanted[handle]
-
-    def _is_to_fetch(self, handle: OnHost, copy: HostCopy) -> bool:
-        """Whether the bytes are intact, and not on the device already."""
-        if copy.prefetched is not None or not copy.is_intact():
-            return False
-        returned, stream = copy.returned, self.link.stream()
-        return returned is None or not returned.serves(handle.layout, handle.span, stream)
 
     def _take_prefetched(self, copy: HostCopy, span: Span) -> Fetched | None:
         fetched = copy.prefetched

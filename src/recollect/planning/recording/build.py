@@ -12,7 +12,6 @@ from itertools import pairwise
 from recollect.graph.graph import Event, Graph, Link, Op, SavedTensor, Storage, Value, fixed_bytes
 from recollect.planning.recording.trace import StepTrace
 from recollect.policy.op_info import op_info
-from recollect.replay.function_call import PackedTensor
 from recollect.replay.recorded_graph import RecordedOp, RecordedValue, is_whole
 from recollect.replay.recording import Recording, find_holdable, forced_values
 
@@ -77,7 +76,7 @@ class _ForwardPart:
         #: By recorded value: its number in the graph.
         self.values: dict[int, int] = {}
         #: The tensors that autograd saved, in the order of forward.
-        self.packed: list[PackedTensor] = [p for call in recording.calls for p in call.packed]
+        self.packed = [view for call in recording.calls for view in call.packed]
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -159,7 +158,7 @@ class _ForwardPart:
     def _used(self) -> set[int]:
         """The recorded values that ops read or autograd saved."""
         read = {number for op in self.recorded.ops for number in op.reads}
-        return read | {pack.view.value.number for pack in self.packed if pack.view is not None}
+        return read | {view.value.number for view in self.packed if view is not None}
 
     def _can_keep(self, op: RecordedOp) -> bool:
         info = op_info(op.op)
@@ -186,8 +185,8 @@ class _ForwardPart:
         for call in self._recording.calls:
             first, last = call.ops
             event = self.events.get(first if first < last else first - 1, 0)
-            for pack in call.packed:
-                value = None if pack.view is None else self.values.get(pack.view.value.number)
+            for view in call.packed:
+                value = None if view is None else self.values.get(view.value.number)
                 yield None if value is None else SavedTensor(value, event)
 
     # --- storages ---------------------------------------------------------------------------------
@@ -283,10 +282,10 @@ class _Builder:
                     continue  # by the loop or a later forward too, for as long as was seen
                 last = max(last_read, dropped.get(storage, len(events)))
                 ends[storage] = min(ends[storage], last)
-        packed = (pack for region in self._regions for pack in region.packed)
-        for saved, pack in enumerate(packed):
+        packed = (view for region in self._regions for view in region.packed)
+        for saved, view in enumerate(packed):
             held = self._trace.saved[saved]
-            if pack.view is None and held is not None:  # autograd holds it, plan or not
+            if view is None and held is not None:  # autograd holds it, plan or not
                 ends[held] = max(ends[held], self._released.get(saved, 0))
         return ends
 

@@ -11,8 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.profiler import profile
 
-from recollect._torch.devices import profiler_is_on, stderr_hushed
-from recollect._torch.profiler import MemoryChange, changes_in_op, memory_changes
+from recollect._torch.devices import (
+    MemoryChange,
+    changes_in_op,
+    memory_changes,
+    profiler_is_on,
+    stderr_hushed,
+)
 from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import storage_key
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
-from recollect.replay.function_call import FunctionCall, PackedTensor
+from recollect.replay.function_call import FunctionCall
 from recollect.replay.recorded_graph import RecordedGraph, RecordedOp, RecordedValue, View
 from recollect.replay.recording import Recording
 
@@ -56,7 +56,7 @@ class _UnitCopy:
         if unseen > 0:  # autograd holds them
             end = len(graph.ops)
             calls.append(FunctionCall(None, None, (end, end)))
-            calls[-1].packed = [PackedTensor(None) for _ in range(unseen)]
+            calls[-1].packed = [None] * unseen
         return calls
 
     def _value(self, value: RecordedValue) -> RecordedValue:
@@ -84,7 +84,7 @@ class _UnitCopy:
         made, (first, last) = copy(call), call.ops
         made.ops = first + self._first_op, last + self._first_op
         made.first_value = call.first_value + self._first_value
-        made.packed = [replace(p, view=p.view and self._view(p.view)) for p in call.packed]
+        made.packed = [view and self._view(view) for view in call.packed]
         made.returns = [view and self._view(view) for view in call.returns]
         made.changed = [(number, self._view(view)) for number, view in call.changed]
         made.draws = [self._graph.ops[op.number + self._first_op] for op in call.draws]

@@ -43,8 +43,6 @@ _STRANGER = 0
 class Labels:
     """The labels of tensors in one run of a region."""
 
-    __slots__ = ("_given", "_learns", "_next", "made", "outside")
-
     def __init__(self) -> None:
         #: The results of ops, and tensors from outside of the region. By id, which may be that of a
         #: tensor that is gone.

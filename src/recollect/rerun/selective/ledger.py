@@ -16,14 +16,14 @@ from recollect._torch.dynamo import inductor_region_key
 from recollect._torch.modes import detach_below_autograd
 from recollect._torch.ops import OpOverload
 from recollect._torch.pytree import tree_leaves, tree_map_only
-from recollect._torch.tensors import is_plain_tensor, storage_key, version_of
+from recollect._torch.tensors import is_plain_tensor, memory_key, version_of
 from recollect.checks.fingerprint import compare, fingerprint
 from recollect.errors import KeptTensorError
 from recollect.rerun.selective.labels import Labels
 from recollect.state.rng import RngState
 from recollect.state.tensors import same_values
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
-from recollect.store.spans import laid_out
+from recollect.store.spans import copy_of
 
 
 def map_only(kinds: Any, function: Callable[[Any], Any], results: Any) -> Any:
@@ -62,7 +62,7 @@ class Kept:
 
     @property
     def memory(self) -> int | None:
-        return storage_key(self.val)
+        return memory_key(self.val)
 
     @property
     def is_exposed(self) -> bool:
@@ -71,9 +71,7 @@ class Kept:
 
     def before_write(self) -> None:
         """Copy the tensor: its memory is about to be changed in place."""
-        # With its strides, which ``clone`` does not always keep.
-        val = self.val
-        self.val = laid_out(val, val.stride(), 0) if is_plain_tensor(val) else val.clone()
+        self.val = copy_of(self.val)
         self.version = version_of(self.val)
 
     def get(self) -> torch.Tensor:
@@ -167,17 +165,7 @@ class Ledger:
         #: How many recomputations are running. The mode of forward sees one that runs before
         #: forward is over (the function goes backward inside), and must not record it.
         self.recomputations = 0
-        self._lock = threading.Lock()
-
-    def begin_recompute(self) -> bool:
-        """Whether the recomputation that begins is the only one: it may use kept results."""
-        with self._lock:
-            self.recomputations += 1
-            return self.recomputations == 1
-
-    def end_recompute(self) -> None:
-        with self._lock:
-            self.recomputations -= 1
+        self.lock = threading.Lock()
 
     def keep(
         self,
@@ -196,7 +184,7 @@ class Ledger:
 
         def hold(tensor: torch.Tensor) -> Kept | OffloadedTensor:
             detached = detach_below_autograd(tensor)
-            if offloads:
+            if offloads or self.offload_batch.chosen:
                 return self.offload_batch.put(detached)
             return Kept(detached, self.allow_mutation)
 

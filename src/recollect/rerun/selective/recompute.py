@@ -77,14 +77,17 @@ class RecomputeMode(DispatchMode):
         self._left: dict[Any, deque[int]] = {}
         #: Entries that were handed out and whose results were changed in place in forward.
         self._changed: list[KeptCall] = []
+        with self.ledger.lock:
+            self.ledger.recomputations += 1
+            is_first = self.ledger.recomputations == 1
         # Of two that run at once, in threads, the second recomputes everything.
-        is_first = self.ledger.begin_recompute()
         self._entries = self.ledger.entries if is_first or self._once else {}
         super().__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.ledger.end_recompute()
+        with self.ledger.lock:
+            self.ledger.recomputations -= 1
         super().__exit__(*exc)
 
     def __torch_dispatch__(
@@ -174,7 +177,9 @@ class RecomputeMode(DispatchMode):
         # The values may still be the same, computed in another way. And a discrete choice stands,
         # however its scores come out now.
         is_same = entry.equals(info.call(*args, **(kwargs or {})))
-        if is_same or (info.kept_by_default is not None and not self._is_another(entry, inputs)):
+        # Unless the inputs are those of another call: then calls have changed places.
+        others = (each for each in self._entries.values() if each is not entry)
+        if is_same or (info.kept_by_default and all(each.inputs != inputs for each in others)):
             return True
         raise KeptTensorError(
             f"{info.op} was kept in forward, but gets other inputs now{_where()}. {_CAUSE}"
@@ -196,10 +201,6 @@ class RecomputeMode(DispatchMode):
             "forward. Copy the result before reading it as an array (out.clone().numpy()), run "
             "the operation outside of the region, or use engine='replay'."
         )
-
-    def _is_another(self, entry: KeptCall, inputs: _Args) -> bool:
-        """Whether ``inputs`` are those of another call: calls have changed places."""
-        return any(each.inputs == inputs for each in self._entries.values() if each is not entry)
 
     def _hand_out(self, info: OpInfo, entry: KeptCall) -> Any:
         if entry.is_consumed:

@@ -21,13 +21,12 @@ from recollect._torch.fsdp import HookRanges
 from recollect._torch.modes import DispatchMode, detach_below_autograd, raw_memory
 from recollect._torch.ops import op_name
 from recollect._torch.pytree import tree_leaves
-from recollect._torch.tensors import is_plain_tensor, storage_key
+from recollect._torch.tensors import is_plain_tensor, memory_key
 from recollect.observer import observing
-from recollect.policy.op_info import OpInfo, op_info
-from recollect.policy.policy_call import PolicyCall
+from recollect.policy.op_info import op_info
+from recollect.policy.policy_call import OpRuling, PolicyCall, Ruling
 from recollect.policy.rules import Policy
-from recollect.policy.rulings import OpRuling, Ruling
-from recollect.rerun.selective.ledger import KeptCall, Ledger, map_only
+from recollect.rerun.selective.ledger import Ledger, map_only
 from recollect.rerun.selective.tracing import Tracer
 from recollect.state.rng import RngState, read_rng, same_rng
 
@@ -153,10 +152,10 @@ class RecordMode(DispatchMode):
         self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
     ) -> Any:
         op = self._known.get(id(func)) or self._rulebook.for_op(func)
-        if not op.is_plain or self._is_watched:
-            return self._run_with_care(op, args, kwargs)
-        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
-        ledger = self.ledger
+        info, ledger = op.info, self.ledger
+        if not info.is_plain or self._is_watched:
+            return self._run_with_care(op, args, kwargs or {})
+        out = info.call(*args, **kwargs) if kwargs else info.call(*args)
         if ledger.recomputations:
             return out
         labels = ledger.labels
@@ -170,48 +169,34 @@ class RecordMode(DispatchMode):
             labels.note_results(out, hash(inputs))
         return out
 
-    def _run_with_care(self, op: OpRuling, args: _Args, kwargs: Any) -> Any:
+    def _run_with_care(self, op: OpRuling, args: _Args, kwargs: dict[str, Any]) -> Any:
         """Run an op that is not plain; or any, under a compiler, an observer or a hook of FSDP."""
         info, ledger = op.info, self.ledger
         if self._tracer is not None:
-            return self._tracer.run(info, args, kwargs or {})
+            return self._tracer.run(info, args, kwargs)
         if (info.is_range or self._hooks.depth) and self._hooks.owns(info.name, args):
             self._is_watched = self._hooks.depth > 0 or self._observer is not None
-            return op.call(*args, **kwargs) if kwargs else op.call(*args)
-        if info.is_ignored:
-            return self._run_ignored(info, args, kwargs)
+            return info.call(*args, **kwargs)
+        if info.is_ignored:  # it detaches a tensor, or reads its metadata
+            out = info.call(*args, **kwargs)
+            if isinstance(out, _Tensor):
+                ledger.labels.label_alias(out, args[0])
+            return out
         if ledger.recomputations or (info.is_cast and is_weight(args[0])):
-            return op.call(*args, **kwargs) if kwargs else op.call(*args)
+            return info.call(*args, **kwargs)
         if info.writes or info.writes_unseen:
-            self._before_write(info.written(args, kwargs or {}))
-        if info.is_random:
-            out, rng = self._run_noting_rng(op, args, kwargs)
-        else:
-            out, rng = op.call(*args, **kwargs) if kwargs else op.call(*args), None
+            self._before_write(info.written(args, kwargs))
+        may_be_kept = op.rules or op.ruling.keeps or self._rulebook.names
+        before = read_rng() if info.is_random and may_be_kept else None
+        out = info.call(*args, **kwargs)
+        rng = None if before is None else read_rng()
+        if rng is not None and before is not None and same_rng(before, rng):
+            rng = None  # it has not drawn
         inputs = ledger.labels.inputs(id(info.op), args, kwargs)
         self._decide(op, out, args, kwargs, inputs, rng)
         ledger.sequence.append(ledger.key_of(info.op, args))
         ledger.labels.note_results(out, hash(inputs))
         return out
-
-    def _run_ignored(self, info: OpInfo, args: _Args, kwargs: Any) -> Any:
-        """Run an op that is not counted: it detaches a tensor, or reads its metadata."""
-        out = info.call(*args, **kwargs) if kwargs else info.call(*args)
-        if isinstance(out, _Tensor):
-            self.ledger.labels.label_alias(out, args[0])
-        return out
-
-    def _run_noting_rng(
-        self, op: OpRuling, args: _Args, kwargs: Any
-    ) -> tuple[Any, RngState | None]:
-        """Run an op that may draw; the random state after it, if it did and may be kept."""
-        may_be_kept = op.rules or op.ruling.keeps or self._rulebook.names
-        before = read_rng() if may_be_kept else None
-        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
-        if before is None:
-            return out, None
-        after = read_rng()
-        return out, None if same_rng(before, after) else after
 
     def _decide(
         self,
@@ -226,42 +211,28 @@ class RecordMode(DispatchMode):
         step, info = len(self.ledger.sequence), op.info
         depends = op.rules or info.communicates
         ruling = self._policy.decide_call(op, out, args, kwargs) if depends else op.ruling
-        can_be_kept = info.can_be_kept and not _draws_elsewhere(info, args, kwargs)
+        # From a generator of the user's, or the op's own, which has to move on.
+        is_given = info.is_random and bool(kwargs) and kwargs.get("generator") is not None
+        can_be_kept = info.can_be_kept and not is_given and not info.uses_library_rng(args)
         entry = None
         if can_be_kept and ruling.keeps:
-            entry = self._keep(info, ruling, step, out, inputs, rng)
+            entry = self.ledger.keep(
+                step, out, inputs, rng, offloads=ruling.offloads, is_of_others=info.is_of_others
+            )
         if self._nameable is not None and not info.is_alias:
             call: Any = None if entry is None else _HELD
             if can_be_kept and entry is None:
                 call = _Nameable(step, out, inputs, rng, ruling.rank)
             for each in (out,) if type(out) is _Tensor else tree_leaves(out):
-                key = storage_key(each) if isinstance(each, _Tensor) else None
+                key = memory_key(each) if isinstance(each, _Tensor) else None
                 if key is not None:
                     self._nameable[key] = ref(each.untyped_storage()), call
         if self._observer is not None:
             self._observer.decided(info.op, out, ruling, entry)
 
-    def _keep(
-        self,
-        info: OpInfo,
-        ruling: Ruling,
-        step: int,
-        out: Any,
-        inputs: _Args,
-        rng: RngState | None,
-    ) -> KeptCall:
-        return self.ledger.keep(
-            step,
-            out,
-            inputs,
-            rng,
-            offloads=ruling.offloads or self.ledger.offload_batch.chosen,
-            is_of_others=info.is_of_others,
-        )
-
     def _before_write(self, tensors: list[_Tensor]) -> None:
         """Copy kept results that the op which is about to run writes to."""
-        for memory in filter(None, map(storage_key, tensors)):
+        for memory in filter(None, map(memory_key, tensors)):
             for entry in self.ledger.entries.values() if self._protects_kept else ():
                 if entry.before_write(memory):
                     entry.changes += (len(self.ledger.sequence),)
@@ -275,7 +246,7 @@ class RecordMode(DispatchMode):
         if self.ledger.recomputations:
             return
         assert self._nameable is not None
-        key = storage_key(tensor)
+        key = memory_key(tensor)
         call = None
         if key is not None:
             storage, call = self._nameable.get(key, (None, None))
@@ -293,16 +264,15 @@ class RecordMode(DispatchMode):
                     "was changed in place, drawn from a torch.Generator of your own, or is no "
                     "plain strided tensor. Name the result of another op."
                 )
-            info = op_info(self.ledger.op_at(call.step))
-            entry = self._keep(info, ruling, call.step, out, call.inputs, call.rng)
+            op, of_call = self.ledger.op_at(call.step), (call.step, out, call.inputs, call.rng)
+            is_of_others = op_info(op).is_of_others
+            entry = self.ledger.keep(*of_call, offloads=ruling.offloads, is_of_others=is_of_others)
         if self._observer is not None:
-            self._observer.decided(self.ledger.op_at(call.step), out, ruling, entry)
+            self._observer.decided(op, out, ruling, entry)
 
 
 class _Nameable:
     """A call whose results may get a name: the largest is held weakly, small others strongly."""
-
-    __slots__ = ("_layout", "_results", "_storage", "inputs", "rank", "rng", "step")
 
     def __init__(self, step: int, out: Any, inputs: _Args, rng: RngState | None, rank: int) -> None:
         self.step = step
@@ -346,9 +316,3 @@ _LARGEST = _Largest()
 
 #: In place of a call: a rule keeps its results.
 _HELD = object()
-
-
-def _draws_elsewhere(info: OpInfo, args: _Args, kwargs: Any) -> bool:
-    """Whether the op draws from a generator of the user's, or its own, which has to move on."""
-    is_given = info.is_random and bool(kwargs) and kwargs.get("generator") is not None
-    return is_given or info.uses_library_rng(args)

@@ -17,7 +17,6 @@ from recollect.errors import RecollectWarning
 from recollect.policy.op_info import OpInfo, op_info
 from recollect.policy.policy_call import PolicyCall
 from recollect.policy.rules import CheckpointPolicy, fits, listed
-from recollect.policy.rulings import Ruling
 from recollect.rerun.selective.ledger import Ledger
 
 
@@ -44,12 +43,22 @@ class Tracer:
         out = info.op(*args, **kwargs)
         decision, rank = CheckpointPolicy.PREFER_RECOMPUTE, None
         if not info.is_ignored:
-            ruling = self._decide(info, out, args, kwargs)
+            modules = self._policy.rulebook.modules
+            paths = traced_modules() if modules else []
+            self._paths.update(paths)
+            for rank, rule in modules.items():
+                self._policy.inside[rank] = sum(map(rule.covers, paths))
+            ruling = self._policy.decide(info, out, args, kwargs)
             decision, rank = ruling.decision, ruling.rank
             if ruling.offloads:
                 decision = CheckpointPolicy.MUST_SAVE
                 if graph is not None:
-                    _warn_of_offload(ruling.reason)
+                    warnings.warn(
+                        f"{ruling.reason}: compiled code offloads nothing, so the result is kept "
+                        "on the device. Use a save_ rule, or keep the region from the compiler: "
+                        "torch.compiler.disable",
+                        stacklevel=2,
+                    )
             ledger = self._ledger
             ledger.keep(len(ledger.sequence), out)
             ledger.sequence.append(ledger.key_of(info.op, args))
@@ -75,17 +84,6 @@ class Tracer:
                         stacklevel=2,
                     )
 
-    def _decide(
-        self, info: OpInfo, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Ruling:
-        modules = self._policy.rulebook.modules
-        if modules:
-            paths = traced_modules()
-            self._paths.update(paths)
-            for rank, rule in modules.items():
-                self._policy.inside[rank] = sum(map(rule.covers, paths))
-        return self._policy.decide(info, out, args, kwargs)
-
     def _tag_named(self, nodes: list[Any]) -> None:
         """If the op names a tensor, keep the result of the op that computed it."""
         rules = self._policy.rulebook.names
@@ -101,11 +99,3 @@ class Tracer:
                 if producer.op == "call_function" and rank < self._ranks.get(producer, rank + 1):
                     tag_recompute_nodes([producer], rule.decision.name, self._graph_id)
                 return
-
-
-def _warn_of_offload(rule: str) -> None:
-    warnings.warn(
-        f"{rule}: compiled code offloads nothing, so the result is kept on the device. Use a save_ "
-        "rule, or keep the region from the compiler: torch.compiler.disable",
-        stacklevel=2,
-    )
