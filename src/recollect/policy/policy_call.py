@@ -129,7 +129,6 @@ class Rulebook:
         return OpRuling(info, self._protected(ruling or DEFAULT, info), per_call)
 
     def ruling_of_function(self, rank: int, value: Any, info: OpInfo) -> Ruling:
-        """The ruling by a policy function that returned ``value``."""
         ruling = self._returned.get(id(value))
         if ruling is None:
             decision = as_decision(value, info.op)
@@ -230,7 +229,6 @@ class PolicyCall:
         return self.decide_call(self.rulebook.for_op(info.op), out, args, kwargs)
 
     def decide_call(self, known: OpRuling, out: Any, args: tuple[Any, ...], kwargs: Any) -> Ruling:
-        """The same for a resolved op."""
         rulebook = self.rulebook
         for rank, rule in known.rules:
             if type(rule) is FunctionRule:

@@ -160,7 +160,6 @@ class Policy:
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """The rules, in order."""
         return self._rules
 
     def __or__(self, other: Any) -> Policy:

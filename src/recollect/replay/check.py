@@ -219,7 +219,6 @@ class Checker:
                 self._uncounted += self._remat.before_metadata_change(tensor)
 
     def _run_unchecked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function that is not the next one of the recording."""
         self._count_versions()
         went_on = self._recording.reason or "the function went on"
         name = getattr(func, "__qualname__", None) or str(func)
@@ -374,7 +373,6 @@ class Checker:
     # --- saved and returned tensors ---------------------------------------------------------------
 
     def pack(self, tensor: _Tensor) -> Ticket:
-        """The saved-tensor hook: autograd saves ``tensor``."""
         ticket: Ticket = [tensor, tensor._version, None]
         if self._is_inside:
             self._tickets.append(ticket)

@@ -272,7 +272,6 @@ class _Call:
     report: CallReport | None = None
 
     def run(self, mode: Recorder | Checker, hooks: Hooks | None = None) -> Any:
-        """Call the function under ``mode``."""
         push_saved_tensor_hooks(*hooks or (observed_pack(mode.pack), self.remat.unpack))
         try:
             with mode:
@@ -281,7 +280,6 @@ class _Call:
             pop_saved_tensor_hooks()
 
     def recorder(self) -> Recorder:
-        """A recorder for the call."""
         query: PolicyCall | ScheduleQuery
         if isinstance(self.policy, NamedSchedule):
             query = ScheduleQuery(self.policy, self.function)
@@ -290,7 +288,6 @@ class _Call:
         return Recorder(self.remat, query, self.offload_inputs)
 
     def record(self, entry: CacheEntry) -> Any:
-        """Run the call, and record it."""
         recorder = self.recorder()
         out = self.run(recorder)
         recording = recorder.finish(out)
@@ -307,7 +304,6 @@ class _Call:
         return out
 
     def check(self, recording: Recording, entry: CacheEntry) -> Any:
-        """Run the call, and compare it with the recording."""
         checker = Checker(recording, self.remat, self.offload_inputs, self.record_rest)
         out = self.run(checker)
         difference = checker.finish(out)

@@ -237,7 +237,6 @@ class TensorNumbers:
         self.by_id: dict[int, int] = {}
 
     def number_of(self, tensor: Any) -> int | None:
-        """The number of ``tensor``, if it has one."""
         number = self.by_id.get(id(tensor))
         return number if number is not None and self.tensors[number]() is tensor else None
 

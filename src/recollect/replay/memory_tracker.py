@@ -124,7 +124,6 @@ class MemoryTracker:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context whose ops are not the region's."""
         paused, self.paused = self.paused, True
         self.is_idle = True
         try:
@@ -134,7 +133,6 @@ class MemoryTracker:
             self.is_idle = paused or self.stopped is not None
 
     def stop(self, reason: str) -> None:
-        """Hold everything from now on."""
         if self.stopped is None:
             self.stopped = reason
             self.is_idle = True
@@ -183,7 +181,6 @@ class MemoryTracker:
         return number, self.numbers.writes_to(tensor, number)
 
     def _add_outside(self, tensor: _Tensor, offloads: bool, wrapper: _Tensor | None) -> int:
-        """Add a tensor that no function has made."""
         number = len(self._seen)
         outside = self.outsides[number] = OutsideTensor(number, metadata_of(tensor))
         storage = self.storage_of(tensor)
@@ -214,7 +211,6 @@ class MemoryTracker:
     # --- storages ---------------------------------------------------------------------------------
 
     def storage_of(self, tensor: _Tensor) -> RecordedStorage | None:
-        """The storage of ``tensor``, if it is known."""
         numbers = self.numbers
         number = numbers.by_id.get(id(tensor))  # as `TensorNumbers.number_of`
         if number is not None and numbers.tensors[number]() is tensor:
@@ -276,7 +272,6 @@ class MemoryTracker:
 
     @staticmethod
     def view_in(storage: RecordedStorage, tensor: _Tensor) -> View:
-        """The view for ``tensor``, which is on ``storage``."""
         local, spec = tensor, None
         if type(tensor) not in USUAL_TENSORS:
             local, spec = local_tensor(tensor), spec_of(tensor)
@@ -284,7 +279,6 @@ class MemoryTracker:
         return View(storage.value, own if layout == own else layout, spec)
 
     def new_op(self, op: Any, call: Any) -> RecordedOp:
-        """Record an op that runs now."""
         made = RecordedOp(len(self.graph.ops), op, call, self.flags)
         self.graph.ops.append(made)
         return made
@@ -389,7 +383,6 @@ class MemoryTracker:
     # --- held tensors -----------------------------------------------------------------------------
 
     def hold(self, view: View, tensor: _Tensor, ruling: Any) -> None:
-        """Hold the value of ``view``, which is ``tensor``."""
         remat = self.remat
         alias = detach_below_autograd(tensor) if self.is_in_op else without_history(tensor)
         self._uncounted.append(remat.keep(view.value, alias, view.layout, away=False))

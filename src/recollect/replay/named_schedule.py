@@ -46,7 +46,6 @@ class Alike:
 
     @classmethod
     def to_ops_of(cls, graph: Graph) -> Alike:
-        """For the ops of ``graph``."""
         return cls(op_counts(graph))
 
     def of(self, key: str) -> str:
@@ -151,7 +150,6 @@ class NamedSchedule:
         return Schedule(kept - offloaded, offloaded, *copies, self.modules, self.link_share)
 
     def to_json(self) -> dict[str, Any]:
-        """The content for a JSON file."""
         content = asdict(replace(self, alike=None))
         del content["alike"]
         return content
@@ -209,7 +207,6 @@ class NamedSchedule:
 
     @cached_property
     def store(self) -> HostStore | None:
-        """Where results are offloaded to."""
         if not self.offloaded:
             return None
         # The schedule decides when memory is freed, not the speed of copies.

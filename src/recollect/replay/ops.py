@@ -262,7 +262,6 @@ class OpRecorder(DispatchMode):
                 storage.value.unsure = OPAQUE
 
     def _keep_named(self, tensor: _Tensor, name: str, ruling: Ruling) -> None:
-        """Keep a named tensor."""
         tracker = self._tracker
         number = tracker.numbers.number_of(tensor)
         if number is not None and not tracker.is_idle:

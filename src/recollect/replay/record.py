@@ -128,12 +128,10 @@ class Recorder(TorchFunctionMode):
         )
 
     def count_ops(self) -> int:
-        """How many ops have begun."""
         return len(self._tracker.graph.ops)
 
     @contextmanager
     def pause(self) -> Any:
-        """A context whose ops are not the region's."""
         with self._tracker.pause(), no_function_modes():
             yield
 
@@ -286,7 +284,6 @@ class Recorder(TorchFunctionMode):
                 tracker.expose(tensor)
 
     def _returned(self, tensor: _Tensor, storage: RecordedStorage, call: FunctionCall) -> View:
-        """The view of a returned tensor."""
         tracker = self._tracker
         value = storage.value
         view = tracker.view_in(storage, tensor)
@@ -323,7 +320,6 @@ class Recorder(TorchFunctionMode):
     # --- saved tensors ----------------------------------------------------------------------------
 
     def pack(self, tensor: _Tensor) -> Ticket:
-        """The saved-tensor hook: autograd saves ``tensor``."""
         ticket: Ticket = [tensor, tensor._version, None]
         tracker = self._tracker
         if tracker.is_idle:

@@ -220,14 +220,12 @@ class RecordedOp:
         self.others: Sequence[int] = ()
 
     def make(self, path: tuple[int, ...], value: RecordedValue) -> None:
-        """Record that it makes ``value``, at ``path`` in its return value."""
         value.op = self.number
         self.makes.append(value.number)
         self.paths.append(path)
 
     @property
     def results(self) -> list[int]:
-        """The values that it makes."""
         return self.makes + [new for _, new in self.writes]
 
     @property
@@ -295,7 +293,6 @@ class RecordedGraph:
         return value
 
     def after(self, last: RecordedValue) -> RecordedValue:
-        """The value that follows ``last`` in its storage."""
         last.is_last = False
         place = last.storage_number, last.layout, last.device, last.nbytes
         value = RecordedValue(len(self.values), *place)
@@ -303,7 +300,6 @@ class RecordedGraph:
         return value
 
     def until(self, count: int) -> RecordedGraph:
-        """Its first ``count`` ops."""
         return RecordedGraph(self.ops[:count], self.values, self.storages)
 
     def copy(self) -> RecordedGraph:
@@ -311,7 +307,6 @@ class RecordedGraph:
         return RecordedGraph([copy(op) for op in self.ops], self.values, self.storages)
 
     def maker_of(self, value: RecordedValue) -> RecordedOp | None:
-        """The op that makes ``value``."""
         return None if value.op < 0 else self.ops[value.op]
 
     def unsure_read(self, op: RecordedOp) -> str | None:

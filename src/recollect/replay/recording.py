@@ -83,7 +83,6 @@ class Recording:
         self.nodes: int | None = None
 
     def is_like(self, other: Recording) -> bool:
-        """Whether both called the same functions."""
         same_length = len(self.calls) == len(other.calls)
         return same_length and all(map(FunctionCall.is_like, self.calls, other.calls))
 
@@ -131,6 +130,30 @@ class ExpectedCall:
         self.function, self.keys = call.function, call.keys
         #: Whether no custom function of the user saves tensors in it.
         self.is_of_torch = call.function is not None and call.custom_function is None
+        self._expect_arguments(recording, known)
+        self._expect_results(recording.schedule, caught)
+        graph, draws = recording.graph, recording.schedule.draws
+        ops = graph.ops[slice(*call.ops)]
+        self._expect_flags(graph, ops)
+        #: How many offloaded tensors are freed after it.
+        self.arrivals = sum(op.arrivals for op in ops)
+        #: The ops that draw again in backward, each with its generator. Whether anything has to be
+        #: done before it runs.
+        self.draws = [
+            (o.number, o.generator) for o in call.draws if o.generator and o.number in draws
+        ]
+        self.has_preparations = bool(self.draws) or call.changes_metadata
+        #: The dtype of its result, if it returns one tensor; else None. The number of that tensor,
+        #: if it is new and the function only keeps or drops tensors when it ends; else -1.
+        is_usual = not (call.is_opaque or call.metadata or self.arrivals or self.caught_packed)
+        is_usual &= not (call.in_flight or call.arrived)
+        self.dtype = self.dtypes[0] if len(call.outs) == 1 else None
+        self.only = call.outs[0] if is_usual and self.dtype is not None else -1
+        if self.only <= max((known - 1, *(number for _, number, _ in call.tensors))):
+            self.only = -1  # not a new tensor
+
+    def _expect_arguments(self, recording: Recording, known: int) -> None:
+        call = self.call
         #: The call mode, the flags and the types of the arguments of a call that fit, and what
         #: reads the first two. In such a call: the tensors that are known, and the new ones; the
         #: constants for which ``==`` implies the same, what picks them, and the other constants.
@@ -148,8 +171,9 @@ class ExpectedCall:
             and all(writes is not None for *_, writes in call.tensors)  # else torch counts none
             and len({each.number for _, each in self.new}) == len(self.new)
         )
-        schedule = recording.schedule
-        here = schedule.kept - schedule.away
+
+    def _expect_results(self, schedule: RegionSchedule, caught: set[int]) -> None:
+        call, here = self.call, schedule.here
         #: How many tensors autograd saves in it. For each, the view to recompute it by; None if
         #: held.
         self.count = len(call.packed)
@@ -168,13 +192,14 @@ class ExpectedCall:
         self.written = {number for number, _ in call.changed}
         #: The dtypes of the returned tensors, which may depend on the default dtype.
         self.dtypes = [None if view is None else view.layout[3] for view in call.returns]
-        ops = recording.graph.ops[slice(*call.ops)]
+
+    def _expect_flags(self, graph: RecordedGraph, ops: list[RecordedOp]) -> None:
+        call = self.call
         #: The flags that it ran under, if one of them may decide how an op computes, or in which
         #: dtype; and the function that reads them.
-        values = recording.graph.values
         heeds_flags = any(
             op_info(op.op).depends_on_flags
-            or not any(values[n].layout[3].is_floating_point for n in op.reads)
+            or not any(graph.values[n].layout[3].is_floating_point for n in op.reads)
             for op in ops
         )
         self.flags = call.flags if not call.is_opaque and heeds_flags else None
@@ -183,24 +208,6 @@ class ExpectedCall:
             self.flags, self.read_flags = usual_flags(self.flags), read_usual_flags
         if self.flags is not None:
             self.getters += flag_getters(self.read_flags)
-        #: How many offloaded tensors are freed after it.
-        self.arrivals = sum(op.arrivals for op in ops)
-        #: The ops that draw again in backward, each with its generator. Whether anything has to be
-        #: done before it runs.
-        self.draws = [
-            (op.number, op.generator)
-            for op in call.draws
-            if op.generator is not None and op.number in schedule.draws
-        ]
-        self.has_preparations = bool(self.draws) or call.changes_metadata
-        #: The dtype of its result, if it returns one tensor; else None. The number of that tensor,
-        #: if it is new and the function only keeps or drops tensors when it ends; else -1.
-        is_usual = not (call.is_opaque or call.metadata or self.arrivals or self.caught_packed)
-        is_usual &= not (call.in_flight or call.arrived)
-        self.dtype = self.dtypes[0] if len(call.outs) == 1 else None
-        self.only = call.outs[0] if is_usual and self.dtype is not None else -1
-        if self.only <= max((known - 1, *(number for _, number, _ in call.tensors))):
-            self.only = -1  # not a new tensor
 
     def learn(self, values: tuple[Any, ...]) -> None:
         """Learn the state and types of a call that fits, where no dispatch mode is active."""
@@ -246,9 +253,9 @@ class RegionSchedule:
             for n in self.kept
             if (planned[n] if n in planned else _goes_away(graph, n, self.kept, stores_all))
         )
-        # Autograd holds the saved tensors of values that stay on the device.
-        here = self.kept - self.away
-        needs = find_needs(graph, [n for n in saved if n not in here], self.kept)
+        #: Those that stay on the device: autograd holds the saved tensors of these.
+        self.here = self.kept - self.away
+        needs = find_needs(graph, [n for n in saved if n not in self.here], self.kept)
         #: By value: how often backward uses it.
         self.uses = needs.uses
         #: The values that others are recomputed from, each with the first ticket that needs it.

@@ -17,7 +17,7 @@ from torch import nn
 
 from recollect._torch.dtensors import local_tensor, spec_of
 from recollect._torch.modes import dispatch_mode_count, dispatch_modes
-from recollect._torch.tensors import is_plain_tensor, metadata_test, unsupported_tensor
+from recollect._torch.tensors import is_plain_tensor, unsupported_tensor
 from recollect.observer import observing
 from recollect.replay.function_call import casts, is_comparable, metadata_of
 from recollect.replay.named_schedule import NamedSchedule
@@ -47,11 +47,9 @@ class CacheEntry:
     _is_given: bool = False
 
     def is_new(self) -> bool:
-        """Whether nothing is known yet."""
         return self.recording is None and self.fallback is None and self.unsettled is None
 
     def is_untried(self) -> bool:
-        """Whether no call has come yet."""
         return self.is_new() and self._last is None
 
     def recorded(self, recording: Recording, *, has_budget: bool) -> None:
@@ -84,15 +82,8 @@ class CacheEntry:
             self.unsettled = f"it differs in every call: {difference}"
 
 
-class _Entries(OrderedDict[Any, CacheEntry]):
-    """The entries of one function by signature."""
-
-    #: The entry used last, with the first part of its signature and a test for each argument:
-    #: faster than building and hashing a signature.
-    last: tuple[tuple[Any, ...], list[Callable[[Any], bool]], CacheEntry] | None = None
-
-
-_entries: WeakKeyDictionary[Any, _Entries] = WeakKeyDictionary()
+#: The entries of each function by signature, the one used last at the end.
+_entries: WeakKeyDictionary[Any, OrderedDict[Any, CacheEntry]] = WeakKeyDictionary()
 
 
 def entry_of(
@@ -108,59 +99,25 @@ def entry_of(
     # Looking up a missing attribute of a module is slow.
     owner, code = (function, None) if isinstance(function, nn.Module) else _owner(function)
     training = owner.training if isinstance(owner, nn.Module) else None
-    about = (code, policy, offloads, modes, training, casts(), flags, *kwargs)
-    values = (*args, *kwargs.values())
+    is_planned = isinstance(policy, NamedSchedule)
     try:
-        entries = _entries.get(owner)
-    except TypeError:  # it has no weak references, or no hash
-        entries = None
-    try:
-        if entries is not None and entries.last is not None:
-            before, tests, entry = entries.last
-            is_same = before == about and len(tests) == len(values)
-            if is_same and all(test(value) for test, value in zip(tests, values, strict=True)):
-                return entry
-        is_planned = isinstance(policy, NamedSchedule)
-        signs = [_signature_of(value, is_planned) for value in values]
+        signs = [_signature_of(value, is_planned) for value in (*args, *kwargs.values())]
     except RecursionError:
         raise UnsupportedArgument("an argument that contains itself") from None
-    return _find(owner, about, values, signs)
-
-
-def _has_signature(sign: Any, value: Any) -> bool:
-    return bool(sign == _signature_of(value))
-
-
-def _find(
-    owner: Any, about: tuple[Any, ...], values: tuple[Any, ...], signs: list[Any]
-) -> CacheEntry:
-    signature = (*about, *signs)
+    signature = (code, policy, offloads, modes, training, casts(), flags, *kwargs, *signs)
     try:
         entries = _entries.get(owner)
         if entries is None:
-            entries = _entries.setdefault(owner, _Entries())
+            entries = _entries.setdefault(owner, OrderedDict())
         entry = entries.get(signature)
-    except TypeError:  # as above
+    except TypeError:  # it has no weak references, or no hash
         return CacheEntry()
-    if entry is None:
-        entry = entries[signature] = CacheEntry()
+    if entry is None or len(entries) > 1:
+        entries.pop(signature, None)
+        entry = entries[signature] = entry or CacheEntry()
         if len(entries) > _SIGNATURES:
             entries.popitem(last=False)
-        entries.last = None  # which may have been the oldest
-        return entry
-    if len(entries) > 1:
-        entries.pop(signature, None)  # to insert it as the newest
-        entries[signature] = entry
-    # The test compares all of a tensor's signature, and its exact type.
-    tests = [
-        metadata_test(value) if type(value) in _PLAIN else partial(_has_signature, sign)
-        for value, sign in zip(values, signs, strict=True)
-    ]
-    entries.last = about, tests, entry
     return entry
-
-
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @contextmanager
@@ -168,7 +125,7 @@ def recordings_preserved() -> Iterator[None]:
     """A context that restores all recordings at its end."""
     before = dict(_entries.items())
     for owner, entries in before.items():
-        _entries[owner] = _Entries((signature, copy(entry)) for signature, entry in entries.items())
+        _entries[owner] = OrderedDict((sign, copy(entry)) for sign, entry in entries.items())
     try:
         yield
     finally:
@@ -197,7 +154,7 @@ class UnsupportedArgument(Exception):
     """The engine does not support an argument. Says which."""
 
 
-def _signature_of(value: Any, accepts_dtensors: bool = True) -> Any:
+def _signature_of(value: Any, accepts_dtensors: bool) -> Any:
     """The signature of an argument. ``accepts_dtensors``: whether it may be a ``DTensor``."""
     if isinstance(value, torch.Tensor):
         local = local_tensor(value)

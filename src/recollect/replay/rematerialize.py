@@ -124,7 +124,6 @@ class Rematerializer(HeldValues):
 
     @hide_with_calls
     def unpack(self, ticket: Ticket) -> torch.Tensor:
-        """The saved-tensor hook: autograd unpacks a tensor."""
         tensor: torch.Tensor | None = ticket[0]
         if tensor is not None:
             if tensor._version != ticket[1]:
@@ -240,7 +239,6 @@ class Rematerializer(HeldValues):
         return ops
 
     def _run(self, working: _Pass, ops: list[RecordedOp]) -> None:
-        """Rerun ``ops``."""
         here, uses, values = working.here, working.uses, self.graph.values
         for op in ops:
             if grad_enabled() is not op.grad_enabled:

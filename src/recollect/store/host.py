@@ -183,13 +183,11 @@ class HostStore(Store):
         return handle
 
     def count_version(self, handle: Any) -> None:
-        """Accept the current version of the tensor that was put: its values are unchanged."""
         with self._locked():
             for leaf in leaves_of(handle):
                 (leaf if isinstance(leaf, OnDevice) else leaf.host_copy()).count_version()
 
     def release(self, handle: Any) -> None:
-        """Free the memory of the tensor that was put: the current stream waits for its copy."""
         with self._locked():
             for leaf in leaves_of(handle):
                 if isinstance(leaf, OnHost):

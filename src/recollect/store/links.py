@@ -34,12 +34,10 @@ class CudaLink:
         return not torch.cuda.is_current_stream_capturing()
 
     def capacity(self) -> int:
-        """The bytes of memory that the device has."""
         device = self._device
         return int(torch.cuda.get_device_properties(device).total_memory)
 
     def stream(self) -> Any:
-        """The stream that the caller computes on."""
         return torch.cuda.current_stream(self._device)
 
     def empty(self, size: int) -> Tensor:
@@ -82,7 +80,6 @@ class CudaLink:
         return bool(event.query())
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Make all later work of ``stream`` wait for ``event``."""
         stream.wait_event(event)
 
     def trim(self) -> None:

@@ -101,7 +101,6 @@ class OffloadedTensor:
             self._storage = None
 
     def count_version(self) -> None:
-        """Accept the current version of the tensor: its values are unchanged."""
         tensor = self._tensor()
         if tensor is not None:
             self._version = version_of(tensor)
@@ -173,7 +172,6 @@ class OffloadBatch:
             previous.prefetch()
 
     def prefetch(self) -> None:
-        """Prefetch the tensors that are still needed."""
         if self._store is None or not self._tensors:
             return
         alive = [each for offloaded in self._tensors if (each := offloaded()) is not None]

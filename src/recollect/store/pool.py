@@ -125,7 +125,6 @@ class PinnedPool:
             self._put_back(buffer.blocks)
 
     def trim(self) -> None:
-        """Free all blocks that are not in use."""
         # Also blocks that copies still read: torch lets these copies finish.
         for size, blocks in self._free.items():
             self.pinned_bytes -= size * len(blocks)

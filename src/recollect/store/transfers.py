@@ -224,7 +224,6 @@ class Transfers:
         self.wanted: dict[OnHost, None] = {}
 
     def send(self, copy: HostCopy) -> None:
-        """Start to copy the bytes of ``copy`` to the host."""
         assert copy.source is not None
         source = bytes_of(copy.source.untyped_storage(), copy.span)
         pieces = [(there, here) for here, there in _pairs(copy, source, 0)]

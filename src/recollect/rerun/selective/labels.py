@@ -139,7 +139,6 @@ class Labels:
         return _STRANGER if is_weight else None
 
     def _learn(self, tensor: _Tensor) -> int | None:
-        """The label of an outside tensor."""
         known = self.outside.get(id(tensor))
         if known is None or known[0]() is not tensor:
             known = self.outside[id(tensor)] = ref(tensor), self._next

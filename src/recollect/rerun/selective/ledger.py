@@ -15,10 +15,11 @@ import torch
 from recollect._torch.dynamo import inductor_region_key
 from recollect._torch.modes import detach_below_autograd
 from recollect._torch.ops import OpOverload
-from recollect._torch.pytree import tree_leaves, tree_map_only
+from recollect._torch.pytree import tree_map_only
 from recollect._torch.tensors import is_plain_tensor, memory_key, version_of
 from recollect.checks.fingerprint import compare, fingerprint
 from recollect.errors import KeptTensorError
+from recollect.policy.op_info import tensors_in
 from recollect.rerun.selective.labels import Labels
 from recollect.state.rng import RngState
 from recollect.state.tensors import same_values
@@ -35,15 +36,9 @@ def map_only(kinds: Any, function: Callable[[Any], Any], results: Any) -> Any:
     return tree_map_only(kinds, function, results)
 
 
-def tensors_of(results: Any) -> list[torch.Tensor]:
-    """The tensors among the results of an op."""
-    return [each for each in tree_leaves(results) if isinstance(each, torch.Tensor)]
-
-
 def same_results(a: Any, b: Any) -> bool:
     """Whether two results of an op are the same, bit for bit."""
-    pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
-    return all(same_values(x, y) for x, y in pairs if isinstance(x, torch.Tensor))
+    return all(same_values(x, y) for x, y in zip(tensors_in(a), tensors_in(b), strict=True))
 
 
 def is_exposed(tensor: torch.Tensor) -> bool:
@@ -131,7 +126,7 @@ class KeptCall:
     def equals(self, out: Any) -> bool:
         """Whether ``out`` is what the op returned, bit for bit."""
         if self.fingerprints:  # the results may have been written to since
-            return compare(self.fingerprints, [*map(fingerprint, tensors_of(out))]) is None
+            return compare(self.fingerprints, [*map(fingerprint, tensors_in(out))]) is None
         return same_results(self.read(), out)
 
     def read(self) -> Any:
@@ -189,8 +184,8 @@ class Ledger:
             return Kept(detached, self.allow_mutation)
 
         entry = self.entries[step] = KeptCall(map_only(torch.Tensor, hold, out), inputs, rng)
-        if is_of_others and any(map(is_exposed, tensors_of(out))):
-            entry.fingerprints = [*map(fingerprint, tensors_of(out))]
+        if is_of_others and any(map(is_exposed, tensors_in(out))):
+            entry.fingerprints = [*map(fingerprint, tensors_in(out))]
         return entry
 
     @staticmethod

@@ -20,10 +20,9 @@ from recollect._torch.dynamo import is_compiling
 from recollect._torch.fsdp import HookRanges
 from recollect._torch.modes import DispatchMode, detach_below_autograd, raw_memory
 from recollect._torch.ops import op_name
-from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import is_plain_tensor, memory_key
 from recollect.observer import observing
-from recollect.policy.op_info import op_info
+from recollect.policy.op_info import op_info, tensors_in
 from recollect.policy.policy_call import OpRuling, PolicyCall, Ruling
 from recollect.policy.rules import Policy
 from recollect.rerun.selective.ledger import Ledger, map_only
@@ -223,8 +222,8 @@ class RecordMode(DispatchMode):
             call: Any = None if entry is None else _HELD
             if can_be_kept and entry is None:
                 call = _Nameable(step, out, inputs, rng, ruling.rank)
-            for each in (out,) if type(out) is _Tensor else tree_leaves(out):
-                key = memory_key(each) if isinstance(each, _Tensor) else None
+            for each in tensors_in(out):
+                key = memory_key(each)
                 if key is not None:
                     self._nameable[key] = ref(each.untyped_storage()), call
         if self._observer is not None:
@@ -284,7 +283,7 @@ class _Nameable:
         #: All results, with `_LARGEST` in place of the largest; None if that is the only one.
         self._results: Any = None
         if not isinstance(out, _Tensor):
-            plain = [x for x in tree_leaves(out) if isinstance(x, _Tensor) and is_plain_tensor(x)]
+            plain = [each for each in tensors_in(out) if is_plain_tensor(each)]
             largest = max(plain, key=_Tensor.numel, default=None)
             self._results = map_only(
                 _Tensor, lambda x: _LARGEST if x is largest else detach_below_autograd(x), out
