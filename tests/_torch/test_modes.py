@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recollect._torch.modes import (
     _ABOVE_KERNELS,
     DispatchMode,
-    _keys_above_kernels,
+    _keys_excluded_by,
     any_autocast_enabled,
+    below_autograd,
     below_python,
     detach_below_autograd,
     dispatch_modes,
@@ -223,11 +224,24 @@ def test_below_python_a_transform_is_not_seen_either():
 
 def test_what_is_excluded_does_not_depend_on_the_importer():
     with torch.inference_mode():
-        found = _keys_above_kernels()
+        found = _keys_excluded_by(
+            torch._C._DisableTorchDispatch, torch._C._AutoDispatchBelowAutograd
+        )
     assert found.raw_repr() == _ABOVE_KERNELS.raw_repr()
     x = torch.randn(3, requires_grad=True)
     with below_python():
         assert not (x * 2).requires_grad
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_below_autograd_nothing_is_cast_or_differentiated(casts):
+    x = torch.randn(2, 2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts), below_autograd():
+        y = torch.ops.aten.mm.default(x, x)
+    assert y.dtype is torch.float32
+    assert not y.requires_grad
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        assert ((x @ x).dtype is torch.bfloat16) == casts
 
 
 def test_a_mode_is_left_wherever_it_is_on_the_stack():

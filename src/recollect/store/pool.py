@@ -138,28 +138,26 @@ class PinnedPool:
         blocks: list[Block] = []
         try:
             for each in block_sizes(size):
-                # The oldest one: the copy that reads it is most likely complete.
                 free = self._free.get(each)
-                blocks.append(free.popleft() if free else self._new_block(each, pin))
+                if free:  # the oldest one: the copy that reads it is most likely complete
+                    blocks.append(free.popleft())
+                    continue
+                self._make_room(each)
+                blocks.append(Block(pin(each)))
+                self.pinned_bytes += each
         except RuntimeError:
             self._put_back(blocks)
             raise
         return HostBuffer(blocks, pinned=True)
 
-    def _new_block(self, size: int, pin: Callable[[int], Tensor]) -> Block:
-        if self.pinned_bytes + size > self.limit:
-            self._make_room(size)
-        block = Block(pin(size))
-        self.pinned_bytes += size
-        return block
-
     def _make_room(self, size: int) -> None:
         """Free unused blocks, large ones first, until ``size`` more bytes may be pinned."""
-        for each in sorted(self._free, reverse=True):
-            while self._free[each] and self.pinned_bytes + size > self.limit:
+        room = self.limit - size
+        for each in sorted(self._free, reverse=True) if self.pinned_bytes > room else ():
+            while self._free[each] and self.pinned_bytes > room:
                 self._free[each].pop()
                 self.pinned_bytes -= each
-        if self.pinned_bytes + size > self.limit:
+        if self.pinned_bytes > room:
             raise RuntimeError(f"the limit of {self.limit:,} bytes of pinned memory is reached")
 
     def _warn_once(self, size: int, error: RuntimeError) -> None:

@@ -6,7 +6,7 @@ from threading import Thread
 
 import torch
 
-from recollect._torch.profiler import MemoryChange
+from recollect._torch.devices import MemoryChange
 from recollect.planning.recording.memory_events import Blocks, allocated_by
 
 CPU = torch.device("cpu")
