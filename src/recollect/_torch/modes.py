@@ -172,7 +172,7 @@ def with_keys(op: Callable[..., Any], keys: tuple[Any, ...]) -> Callable[..., An
     """``op`` for calls from a dispatch mode, with these ``keys`` on."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        excluded = [key for key in keys if _key_excluded(key)]
+        excluded = [*filter(_key_excluded, keys)]
         for key in excluded:
             _set_key_excluded(key, False)
         try:

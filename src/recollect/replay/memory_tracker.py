@@ -218,14 +218,16 @@ class MemoryTracker:
         try:
             if type(tensor) not in USUAL_TENSORS:
                 tensor = local_tensor(tensor)
-            return self.find(tensor.untyped_storage())
+            untyped = tensor.untyped_storage()
+            found = self._storages.get(untyped.data_ptr() or key_of_storage(untyped))
         except (RuntimeError, NotImplementedError):  # it has none
             return None
-
-    def find(self, untyped: torch.UntypedStorage) -> RecordedStorage | None:
-        """What is known of a storage, if it is known."""
-        found = self._storages.get(untyped.data_ptr() or key_of_storage(untyped))
         return found if found is not None and found.untyped() is not None else None
+
+    def knows(self, untyped: torch.UntypedStorage) -> bool:
+        """Whether the region has seen this storage."""
+        found = self._storages.get(key_of_storage(untyped))
+        return found is not None and found.untyped() is not None
 
     def add(self, tensor: _Tensor, outside: int | None = None) -> RecordedStorage:
         """Add a storage that is seen for the first time."""

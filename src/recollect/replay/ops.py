@@ -67,7 +67,7 @@ class OpRecorder(DispatchMode):
         tracker = self._tracker
         if info.unrecordable is not None:
             # Recurrent layers make a new tensor a view of the storage of all their weights.
-            if not (info.sets_storage and not args[0].numel() and tracker.find(args[1])):
+            if not (info.sets_storage and not args[0].numel() and tracker.knows(args[1])):
                 tracker.stop(info.unrecordable)
             return info.call(*args, **kwargs)
         call = tracker.call
