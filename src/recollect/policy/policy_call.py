@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -213,7 +214,8 @@ class PolicyCall:
         # The region's own module has been entered already if its forward is the region.
         owner = getattr(self.function, "__self__", None)
         for module, ranks in matched:
-            enter, leave = (_CountHook(ranks, self.inside, step) for step in (1, -1))
+            thread = threading.get_ident()
+            enter, leave = (partial(_count, ranks, self.inside, step, thread) for step in (1, -1))
             if module is owner:
                 enter()
             hook_module(module, -id(self), enter, leave)
@@ -286,22 +288,11 @@ class PolicyCall:
             )
 
 
-class _CountHook:
-    """A hook that counts calls of a module. In a copy of the module, it does nothing."""
-
-    def __init__(self, ranks: tuple[int, ...], counts: list[int], step: int) -> None:
-        self._ranks = ranks
-        self._counts = counts
-        self._step = step
-        self._thread = threading.get_ident()
-
-    def __call__(self, *_: Any) -> None:
-        if threading.get_ident() == self._thread:
-            for rank in self._ranks:
-                self._counts[rank] += self._step
-
-    def __reduce__(self) -> Any:
-        return _CountHook, ((), [], 0)
+def _count(ranks: tuple[int, ...], counts: list[int], step: int, thread: int, *_: Any) -> None:
+    """A hook that counts calls of a module. In a copy of the module it has counts of its own."""
+    if threading.get_ident() == thread:
+        for rank in ranks:
+            counts[rank] += step
 
 
 # --- the modules that rules match -----------------------------------------------------------------
