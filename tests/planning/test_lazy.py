@@ -342,6 +342,21 @@ def test_two_models_that_keep_less_when_the_other_keeps_more(part: float) -> Non
     assert vars(critic)[OPTIONS]._kinds.has_room_for_plain()
 
 
+def test_another_model_that_keeps_too_much_is_named() -> None:
+    models = [recollect.fit(net(layers=8), budget=0.7), recollect.fit(Net(8), budget="1GiB")]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in models]
+
+    def train() -> None:
+        for number in range(4):
+            sum(squares(model(batch(seed=number))) for model in models).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.warns(recollect.PlanWarning, match="another model under a plan runs inside of it"):
+        train()
+
+
 def test_a_model_that_is_frozen_while_another_is_trained() -> None:
     made = batch().clone().requires_grad_()
 

@@ -336,7 +336,7 @@ class Kinds:
         later = choice.expected(chosen) or 0
         ran = self._peak_of_run(step, graph, traced, recordings) or later
         if max(later, ran) > self.plan.budget:
-            first.warn(ran, made[0], later, len(step))
+            first.warn(ran, made[0], later, len(step), beside=bool(companions))
         for forward, size in zip(forwards, made, strict=True):
             forward.learn(size)
         if len(step) == 1:

@@ -20,6 +20,12 @@ _PLAN_AS_TRAINED = (
     ": make the plan with the loss, the optimizer and the largest batch of the training, "
     "recollect.plan(model, batch, budget, loss=..., optimizer=...)"
 )
+#: Nothing else is known of the difference between a step and the planned one.
+_OTHER_TENSORS = "it keeps other tensors in memory than the planned one"
+_BESIDE = (
+    "another model under a plan runs inside of it, and keeps other tensors in memory than when "
+    "this one was planned: what both keep has to fit into each of their budgets"
+)
 #: Backward leaves the gradients of parameters to a later one, which no trace sees.
 SPLIT = (
     "backward computes the gradients of activations first, and those of parameters later, as "
@@ -58,6 +64,8 @@ class OtherStep(NamedTuple):
     grown: tuple[str, int, int] | None = None
     #: The nodes that forward makes in autograd's graph, now and when it was planned.
     nodes: tuple[int, int] | None = None
+    #: Whether forwards of other models under plans run inside of it.
+    beside: bool = False
 
 
 def of_other_step(
@@ -81,7 +89,7 @@ def of_other_step(
             f"forward makes {bytes_text(now)} in {path or 'the model'}, and made "
             f"{bytes_text(before)} when it was planned"
         )
-    texts = texts or ["it keeps other tensors in memory than the planned one"]
+    texts = texts or [_BESIDE if step.beside else _OTHER_TENSORS]
     if plan.from_loop:  # there was no batch to plan with
         again = f"recollect.unwrap(model), then recollect.fit(model, budget={max(peak, later)})"
         cures.append(f"smaller batches, or a larger budget: {again}")

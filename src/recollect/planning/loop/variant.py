@@ -200,14 +200,18 @@ class Variant:
         later: int = 0,
         forwards: int = 1,
         nodes: int = 0,
+        *,
+        beside: bool = False,
     ) -> None:
         """Warn of a step that takes ``peak`` bytes; later ones take ``later``.
 
         ``made``: the bytes that this forward made, by module, or ``nodes``: the nodes of autograd's
-        graph; ``forwards``: how many the step has.
+        graph; ``forwards``: how many the step has; ``beside``: whether those of other models under
+        plans run inside of it.
         """
         counted = None if not nodes or self.nodes is None else (nodes, self.nodes)
-        step = notices.OtherStep(self.kind, forwards, self._grown_most(made or {}), counted)
+        grown = self._grown_most(made or {})
+        step = notices.OtherStep(self.kind, forwards, grown, counted, beside)
         notices.of_other_step(self.warnings, self.plan, step, peak, later)
 
     def _grown_most(self, made: Mapping[str, int]) -> tuple[str, int, int] | None:
