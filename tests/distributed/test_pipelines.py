@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -62,7 +63,7 @@ class Pipeline:
     ) -> None:
         rank = dist.get_rank()
         numbers = [rank + WORLD * n for n in range(several)]
-        if kind is ScheduleZBVZeroBubble:
+        if kind in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
             numbers[1] = 2 * WORLD - 1 - rank
         self.is_last = WORLD * several - 1 in numbers
         self.models = [stage_of(number) for number in numbers]
