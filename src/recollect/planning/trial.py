@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 from recollect.graph.graph import Graph, Schedule
 from recollect.graph.simulate import Outcome, simulate
@@ -64,7 +64,7 @@ class Trials:
         self._peaks: dict[Schedule, Peaks] = {}  #: those that were measured
         #: By schedules that were timed in turn: their times, and that of the plain step.
         self._times: dict[tuple[Schedule, ...], tuple[list[Timing], Timing | None] | None] = {}
-        self.named = cache(self._named)
+        self._named: dict[tuple[Schedule, int], NamedSchedule] = {}
         #: Whether a forward that was tried was not the recorded one.
         self.has_differed = False
 
@@ -103,9 +103,14 @@ class Trials:
         """How many ops of each name each module has."""
         return op_counts(self.graph)
 
-    def _named(self, schedule: Schedule, region: int = 0) -> NamedSchedule:
+    def named(self, schedule: Schedule, region: int = 0) -> NamedSchedule:
         """The schedule that the engine plays, for one of the forwards."""
-        return NamedSchedule.of(self.graph, schedule, self.alike, region)
+        # Not `functools.cache`, whose reference to this would keep the batch alive for long.
+        known = self._named.get((schedule, region))
+        if known is None:
+            known = NamedSchedule.of(self.graph, schedule, self.alike, region)
+            self._named[schedule, region] = known
+        return known
 
     # --- peaks ------------------------------------------------------------------------------------
 
