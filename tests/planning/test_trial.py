@@ -5,12 +5,14 @@ No test here depends on how fast the machine is: clocks are made up.
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -239,3 +241,16 @@ def test_without_room_for_that_the_usual_costs_stand(monkeypatch: pytest.MonkeyP
     made_by = Planner.of(Request(_model(), X, squares))
     assert made_by.graph.engine_cost == 0
     assert 0 < made_by.graph.rerun_cost <= 6e-6
+
+
+def test_a_planner_is_gone_with_its_batch_as_soon_as_nobody_holds_it() -> None:
+    # Where sizes are tried one after the other, there may be room for one batch only.
+    made_by = Planner.of(Request(_model(), X, squares))
+    made_by.plan_for(int(0.8 * made_by.plain_peak))
+    step = ref(made_by.step)
+    gc.disable()
+    try:
+        del made_by
+        assert step() is None
+    finally:
+        gc.enable()
