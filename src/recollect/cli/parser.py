@@ -152,10 +152,11 @@ def make_parser() -> ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"recollect {__version__}")
     several: Any = main_parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, (what, more, options) in _commands().items():
+    options = _options()
+    for name, (what, more) in _COMMANDS.items():
         about = f"{what[0].upper()}{what[1:]}."
         parser = several.add_parser(name, help=what, description=about, epilog=more)
-        for add in options:
+        for add in options[name]:
             add(parser)
     return main_parser
 
@@ -163,61 +164,49 @@ def make_parser() -> ArgumentParser:
 # --- the commands and their options ---------------------------------------------------------------
 
 
-def _commands() -> dict[str, tuple[str, str, list[_Add]]]:
-    """By name: what a command does, more help, and its options."""
+#: By command: what it does, and more help.
+_COMMANDS = {
+    "plan": ("plan a training step for a memory budget", _PLAN),
+    "frontier": ("show every trade-off of memory for time", _FRONTIER),
+    "largest": ("find the largest batch that a plan fits into a budget", _LARGEST),
+    "explain": ("show what a forward holds and why, or what a saved plan does", _EXPLAIN),
+    "compare": ("show two saved plans side by side", _COMPARE),
+    "demo": ("train a small transformer within three budgets, and compare", ""),
+    "doctor": ("check that recollect works on this machine", ""),
+}
+
+
+def _options() -> dict[str, list[_Add]]:
+    """By command: its options."""
     target = _option("target", metavar="MODULE:FUNCTION", help="such as train.py:build")
-    budget = partial(_option, "--budget", required=True)
-    save = partial(_option, "--save", type=_output, metavar="FILE")
-    save_plan = save(help="write the plan, for recollect.Plan.load")
-    page = _option("--html", type=_output, metavar="FILE", help="write a page to open in a browser")
-    shown, step = [page, _add_output], [target, *_planning(), _add_config, _optimizer()]
-    of_step = budget(
-        type=_checked(str, "budget", "check_budget"), help="such as 12GiB, 8GB, 50%% or auto"
-    )
-    of_sizes = budget(type=_checked(str, _SIZES, "check_bytes"), help="such as 12GiB, 8GB or auto")
     either = "such as train.py:build or plan.json"
     explained = _option("target", metavar="MODULE:FUNCTION|PLAN.json", help=either)
+    first = _option("first", metavar="A.json", help="a plan that `plan --save` wrote")
+    second = _option("second", metavar="B.json", help="another one")
+    steps = _option("--steps", type=int, metavar="N", help="training steps, 10 by default")
+    page = _option("--html", type=_output, metavar="FILE", help="write a page to open in a browser")
+    save = partial(_option, "--save", type=_output, metavar="FILE")
+    save_plan = save(help="write the plan, for recollect.Plan.load")
+    save_points = save(help="write the points, as --json prints them")
+    shown, step = [page, _add_output], [target, *_planning(), _add_config, _optimizer()]
     return {
-        "plan": (
-            "plan a training step for a memory budget",
-            _PLAN,
-            [*step, of_step, save_plan, *shown],
-        ),
-        "frontier": (
-            "show every trade-off of memory for time",
-            _FRONTIER,
-            [*step, save(help="write the points, as --json prints them"), *shown],
-        ),
-        "largest": (
-            "find the largest batch that a plan fits into a budget",
-            _LARGEST,
-            [target, of_sizes, *_sizes(), *_planning(), save_plan, *shown],
-        ),
-        "explain": (
-            "show what a forward holds and why, or what a saved plan does",
-            _EXPLAIN,
-            [explained, _add_config, _optimizer(), *shown],
-        ),
-        "compare": (
-            "show two saved plans side by side",
-            _COMPARE,
-            [
-                _option("first", metavar="A.json", help="a plan that `plan --save` wrote"),
-                _option("second", metavar="B.json", help="another one"),
-                *shown,
-            ],
-        ),
-        "demo": (
-            "train a small transformer within three budgets, and compare",
-            "",
-            [_option("--steps", type=int, metavar="N", help="training steps, 10 by default"), page],
-        ),
-        "doctor": ("check that recollect works on this machine", "", []),
+        "plan": [*step, _budget("budget", "check_budget", ", 50%% or auto"), save_plan, *shown],
+        "frontier": [*step, save_points, *shown],
+        "largest": [target, *_sizes(), *_planning(), save_plan, *shown],
+        "explain": [explained, _add_config, _optimizer(), *shown],
+        "compare": [first, second, *shown],
+        "demo": [steps, page],
+        "doctor": [],
     }
 
 
 def _option(*names: str, **how: Any) -> _Add:
     return lambda parser: parser.add_argument(*names, **how)
+
+
+def _budget(module: str, check: str, others: str) -> _Add:
+    read, such = _checked(str, module, check), f"such as 12GiB, 8GB{others}"
+    return _option("--budget", type=read, required=True, help=such)
 
 
 def _planning() -> list[_Add]:
@@ -237,6 +226,7 @@ def _sizes() -> list[_Add]:
     what = "how many times plain's time a sample may take, such as 1.2"
     multiples = "consider only multiples of it"
     return [
+        _budget(_SIZES, "check_bytes", " or auto"),
         _option("--time", type=time, metavar="TIMES", help=what),
         _option("--multiple-of", type=count, default=1, metavar="N", help=multiples),
         _option("--most", type=count, metavar="N", help="the largest size to consider"),

@@ -76,18 +76,15 @@ class Playback:
         #: By saved tensor: whether autograd has freed it.
         self.dead = [False] * len(graph.saved)
         #: The time, and how many events are over.
-        self.clock = 0.0
-        self.over = 0
+        self.clock, self.over = 0.0, 0
         #: The seconds in which ops run again, and in which the device waits for copies.
-        self.rerun = 0.0
-        self.waits = 0.0
+        self.rerun = self.waits = 0.0
         self._find_costs(schedule, is_plain=is_plain)
         self._plan_copies(schedule)
         self._hold(kept)
         #: The current phase; the change of memory in it; the live bytes that were recomputed or
         #: fetched, now and at its start.
-        self.phase = 0
-        self.change = 0
+        self.phase = self.change = 0
         self.made = self.made_before = 0
         #: By event: ``change`` and ``clock`` once all is unpacked.
         self.unpacked: dict[int, int] = {}
