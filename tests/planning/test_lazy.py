@@ -1107,6 +1107,37 @@ def test_a_model_is_freed_with_its_trace() -> None:
     assert dispatch_modes() == []
 
 
+class Penalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        out = self.layers(x).sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + slope.square().sum()
+
+
+def test_traced_steps_leave_no_activations_to_the_garbage_collector() -> None:
+    """Each step is traced, since forward goes backward inside of itself."""
+    model = recollect.fit(Penalized(), budget=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    alive = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(64, 16)).backward()
+            optimizer.step()
+            found = (each for each in gc.get_objects() if type(each) is torch.Tensor)
+            alive.append(sum(each.shape == (64, 32) for each in found))
+    finally:
+        gc.enable()
+    assert alive == [0] * 4
+
+
 def test_forwards_of_one_backward_leave_no_mode() -> None:
     loop = Loop(net(), 0.8)
     for number in range(3):

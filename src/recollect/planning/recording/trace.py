@@ -169,7 +169,8 @@ class TraceMode(DispatchMode):
         """The region has ended or failed."""
         if self._count_ops is not None:
             self._first += self._count_ops()
-        self._begun, self._count_ops = self._first, None
+        # The hook refers to this object, and to what forward holds.
+        self._begun, self._count_ops, self._unpack = self._first, None, None
 
     def finish(self) -> StepTrace:
         """Stop watching. Returns the trace."""
