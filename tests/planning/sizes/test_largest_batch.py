@@ -379,6 +379,7 @@ def test_a_budget_that_no_size_fits() -> None:
     ("make_batch", "error", "said"),
     [
         (torch.randn(4, 32), TypeError, "make_batch should be a function of a size"),
+        (lambda: torch.randn(4, 32), TypeError, "does not take make_batch.1.: too many positional"),
         (lambda n: None, TypeError, r"make_batch\(1\) returned NoneType without"),
         (lambda n: n, TypeError, r"make_batch\(1\) returned int without"),
         (lambda n: torch.randn(4, 32), ValueError, "make_batch: the tensors of make_batch"),

@@ -24,6 +24,7 @@ from recollect.planning.progress import Progress
 from recollect.planning.recording.batch import check_batch, split_batch, tensors_of_batch
 from recollect.planning.recording.model_state import check_model
 from recollect.planning.recording.record import Profile, record_step, simulated_profile
+from recollect.planning.recording.step import refusal_of
 from recollect.planning.solving.solve import Solver
 from recollect.report.units import bytes_text
 from recollect.state.rng import read_streams, settle_streams, write_streams
@@ -46,6 +47,11 @@ class SizedSteps:
             raise TypeError(
                 "make_batch should be a function of a size that returns a batch of that size, such "
                 f"as lambda n: torch.randn(n, 64), but got {type(make_batch).__name__}"
+            )
+        if fault := refusal_of(make_batch, (1,), {}):
+            raise TypeError(
+                f"make_batch should be a function of a size, such as lambda n: torch.randn(n, 64), "
+                f"but does not take make_batch(1): {fault}"
             )
         self.model = request.model
         check_model(self.model)
