@@ -141,7 +141,7 @@ class Checker:
                     self._remat.before_write(leaf)
         if self._rest_recorder is not None:
             self.rest_recording = self._rest_recorder.finish(result)
-        self._remat.count_writes_to(tree_leaves(result))
+        self._remat.count_writes_to(result)
         self._remat.end(as_recorded=self.difference is None)
         self._numbers.forget()
         return self.difference

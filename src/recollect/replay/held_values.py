@@ -16,14 +16,15 @@ A call returns                         Recorder.finish, Checker.finish   copy_ou
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import Any
 
 import torch
 
 from recollect._torch.autograd import detached, view_base, without_graph, without_history
-from recollect._torch.dtensors import has_dtensors, is_wrapper, local_tensor
+from recollect._torch.dtensors import USUAL_TENSORS, has_dtensors, is_wrapper, local_tensor
 from recollect._torch.modes import DispatchMode
+from recollect._torch.pytree import tree_leaves
 from recollect._torch.tensors import memory_key, version_of
 from recollect.checks.changed_input import source_changed
 from recollect.graph.release import find_needs
@@ -156,9 +157,9 @@ class HeldValues:
             self.send(value)
         return held
 
-    def count_writes_to(self, result: Iterable[Any]) -> None:
+    def count_writes_to(self, result: Any) -> None:
         """Notice writes to what a region returned, in a ``DTensor`` too."""
-        for tensor in result:
+        for tensor in () if type(result) in USUAL_TENSORS else tree_leaves(result):
             if is_wrapper(type(tensor)):
                 for held in self.held_of(tensor):
                     held.count_by(tensor)

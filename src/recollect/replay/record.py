@@ -116,7 +116,7 @@ class Recorder(TorchFunctionMode):
         remat.release_unneeded()
         # A plan has no room for copies of saved outputs. Autograd raises if they are changed.
         remat.copy_outputs(set(saved_by(self._calls)) if self._is_planned else ())
-        remat.count_writes_to(tree_leaves(result))
+        remat.count_writes_to(result)
         tracker.numbers.forget()
         return Recording(
             tracker.graph,
