@@ -179,7 +179,7 @@ class Runner:
 
         Its own tensors may be in the place of the parameters: nothing is learned from them.
         """
-        if not is_transforming():
+        if torch.compiler.is_dynamo_compiling() or not is_transforming():
             return False
         self._is_called()
         reason = "it is called by a transform of torch.func"
