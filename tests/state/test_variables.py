@@ -103,6 +103,25 @@ def test_a_number_and_a_flag_are_those_of_the_call(run: Run) -> None:
 
 
 @ALL
+@pytest.mark.parametrize("kind", [dict, list])
+def test_a_container_that_is_replaced_is_that_of_the_call(kind: type, run: Run) -> None:
+    def scenario(run: Run) -> Any:
+        cache: Any = {0: 2.0} if kind is dict else [2.0]
+
+        def function(x: Tensor) -> Tensor:
+            nonlocal cache
+            y = (x * cache[0]).exp()
+            cache = {0: cache[0] * 1.5} if kind is dict else [cache[0] * 1.5]
+            return y
+
+        x = [leaf(3) for _ in range(3)]
+        sum(run(function, each).sum() for each in x).backward()
+        return [each.grad for each in x], cache
+
+    assert_transparent(scenario, run)
+
+
+@ALL
 def test_a_counter_has_its_value_of_the_call_and_counts_reruns(run: Run) -> None:
     def scenario(run: Run) -> Any:
         global CALLS
