@@ -266,7 +266,7 @@ class OpRecorder(DispatchMode):
         number = tracker.numbers.number_of(tensor)
         if number is not None and not tracker.is_idle:
             tracker.note_unseen_writes(tensor, number)
-        found = self._recomputable(tensor)
+        found = None if tracker.is_idle else self._recomputable(tensor)
         if found is None or (found[1].ruling and found[1].ruling.rank < ruling.rank):
             return  # held anyway, or an earlier rule recomputes it
         storage, op = found
@@ -293,7 +293,7 @@ class OpRecorder(DispatchMode):
     def _recomputable(self, tensor: _Tensor) -> tuple[RecordedStorage, RecordedOp] | None:
         """The storage of ``tensor``, and the op that backward would recompute it by, if any."""
         tracker = self._tracker
-        storage = None if tracker.is_idle else tracker.storage_of(tensor)
+        storage = tracker.storage_of(tensor)
         op = None if storage is None else tracker.graph.maker_of(storage.value)
         if storage is None or op is None or (storage.value.unsure or op.keep) is not None:
             return None
