@@ -60,9 +60,9 @@ def poison_sources(monkeypatch: pytest.MonkeyPatch, in_use: set[int]) -> None:
     """Overwrite sources that only the store held, on their stream, as they are let go of."""
     release = Transfers.release
 
-    def release_poisoned(self: Transfers, stored: Any) -> None:
+    def release_poisoned(self: Transfers, stored: Any, *, is_done: bool = False) -> None:
         source = stored.source
-        release(self, stored)
+        release(self, stored, is_done=is_done)
         if source is None:
             return
         # Another part of the same storage may still be on its way.

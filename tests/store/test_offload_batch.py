@@ -112,3 +112,27 @@ def test_what_is_as_it_was_is_not_copied() -> None:
     store = Clones()
     offloaded = OffloadBatch(store).put(tensor)
     assert offloaded.get() is offloaded.handle
+
+
+def test_a_copy_without_strides_comes_back() -> None:
+    tensor = torch.eye(3).to_sparse_csr()
+    assert torch.equal(OffloadBatch(Clones()).put(tensor).get().to_dense(), torch.eye(3))
+
+
+def test_a_store_with_a_length_is_used_also_while_it_is_empty() -> None:
+    class Held(HostStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tensors: list[Tensor] = []
+
+        def __len__(self) -> int:
+            return len(self.tensors)
+
+        def put(self, tensor: Tensor) -> Any:
+            self.tensors.append(tensor)
+            return super().put(tensor)
+
+    store = Held()
+    kept = OffloadBatch(store).put(BASE)
+    assert torch.equal(kept.get(), BASE)
+    assert len(store) == 1

@@ -67,7 +67,7 @@ class OffloadedTensor:
             return tensor
         # A copy may have other strides and another alignment, on which the last bit of results may
         # depend.
-        if self._laid in (None, (tensor.stride(), shift_of(tensor))):
+        if self._laid is None or self._laid == (tensor.stride(), shift_of(tensor)):
             return tensor
         with unobserved():
             return laid_out(tensor, *self._laid)
@@ -135,8 +135,10 @@ class OffloadBatch:
         #: Whether the user has chosen a store.
         self.chosen = store is not None
         self._name = type(store).__name__
+        if store is None:  # not "or": a store may have a length, of 0 at first
+            store = host
         is_complete = store is None or isinstance(store, Store)
-        self._store: Store | None = store or host if is_complete else CompletedStore(store)
+        self._store: Store | None = store if is_complete else CompletedStore(store)
         self._last_first = last_first
         self._tensors: list[ReferenceType[OffloadedTensor]] = []
         #: How many of them are released on the device.
