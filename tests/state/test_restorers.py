@@ -464,6 +464,23 @@ def test_class_with_a_dict_of_its_own_making() -> None:
     assert restorers_of(Odd) == ()
 
 
+def test_slot_under_a_property_of_a_subclass() -> None:
+    class WithProperty(SlottedData):
+        @property
+        def step(self) -> Any:
+            raise AssertionError("a property was read")
+
+    slot = vars(SlottedData)["step"]
+    thing = WithProperty.__new__(WithProperty)
+    slot.__set__(thing, 3)
+    kind = next(each for each in restorers_of(WithProperty) if each.take(thing))
+    held = kind.take(thing)
+    slot.__set__(thing, 4)
+    assert not kind.same(thing, held)
+    kind.put(thing, held)
+    assert slot.__get__(thing) == 3
+
+
 @pytest.mark.parametrize("body", [{}, {"__slots__": ("step",)}], ids=["dict", "slots"])
 def test_class_is_not_held_by_what_is_known_of_it(body: dict[str, Any]) -> None:
     cls = type("Passing", (), body)

@@ -32,7 +32,7 @@ from types import (
     ModuleType,
 )
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 from zlib import crc32
 
 import torch
@@ -201,25 +201,30 @@ ATTRIBUTES = Restorer(
 )
 
 
-def _slots_restorer(names: Collection[str]) -> Restorer:
-    """For the ``__slots__`` of an object."""
+def _slots_restorer(owners: dict[str, ref[type]]) -> Restorer:
+    """For the ``__slots__`` of an object, given by name the class that has each.
+
+    Not by attribute: a subclass may have a property of that name. Descriptors refer to their class,
+    so they are looked up, and the class is held weakly.
+    """
 
     def take(thing: Any) -> dict[str, Any]:
-        return {name: _read_slot(thing, name) for name in names}
+        return {name: _read_slot(vars(cls())[name], thing) for name, cls in owners.items()}
 
     def put(thing: Any, held: dict[str, Any]) -> None:
         for name, value in held.items():
+            slot = vars(owners[name]())[name]
             if value is not UNSET:
-                object.__setattr__(thing, name, value)
-            elif _read_slot(thing, name) is not UNSET:
-                object.__delattr__(thing, name)
+                slot.__set__(thing, value)
+            elif _read_slot(slot, thing) is not UNSET:
+                slot.__delete__(thing)
 
     return Restorer(take, put, ".{}", holds_arguments=False)
 
 
-def _read_slot(thing: Any, name: str) -> Any:
+def _read_slot(slot: Any, thing: Any) -> Any:
     try:
-        return object.__getattribute__(thing, name)
+        return slot.__get__(thing)
     except AttributeError:
         return UNSET
 
@@ -406,11 +411,16 @@ def _content_restorer(cls: type) -> Restorer | None:
 
 def attribute_restorers(cls: type) -> Restorers:
     """The restorers for the attributes of an object of type ``cls``."""
-    spaces = [vars(base) for base in cls.__mro__]
-    described = next((space["__dict__"] for space in spaces if "__dict__" in space), None)
-    slots = (each for space in spaces if "__slots__" in space for each in space.items())
-    names = [name for name, slot in slots if type(slot) is MemberDescriptorType]
-    restorers: Restorers = (_slots_restorer(names),) if names else ()
+    spaces = [(base, vars(base)) for base in cls.__mro__]
+    described = next((space["__dict__"] for _, space in spaces if "__dict__" in space), None)
+    owners = {
+        name: ref(base)
+        for base, space in reversed(spaces)
+        if "__slots__" in space
+        for name, slot in space.items()
+        if type(slot) is MemberDescriptorType
+    }
+    restorers: Restorers = (_slots_restorer(owners),) if owners else ()
     if isinstance(described, (GetSetDescriptorType, MemberDescriptorType)):  # and no property
         restorers = (ATTRIBUTES, *restorers)
     return restorers
