@@ -114,6 +114,7 @@ def test_what_is_as_it_was_is_not_copied() -> None:
     assert offloaded.get() is offloaded.handle
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_a_copy_without_strides_comes_back() -> None:
     tensor = torch.eye(3).to_sparse_csr()
     assert torch.equal(OffloadBatch(Clones()).put(tensor).get().to_dense(), torch.eye(3))
