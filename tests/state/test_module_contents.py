@@ -446,3 +446,18 @@ def test_to_note_the_same_size_again_is_no_change() -> None:
     for _ in range(4):
         rerun(module, leaf(4, 4))
     assert not index_of(module).contents_change
+
+
+@RERUNS
+def test_an_iterator_inside_of_an_attribute_is_refused_as_one_of_a_module(run: Run) -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names = SimpleNamespace(numbers=iter([1.0, 2.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * next(self.names.numbers)).sin()
+
+    out = run(Draws(), leaf(3))
+    with pytest.raises(InputChanged, match=r"SimpleNamespace\.numbers of a module of .* iterator"):
+        out.sum().backward()

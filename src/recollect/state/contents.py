@@ -116,7 +116,8 @@ class Contents:
         for restorer in restorers:
             held = restorer.take(value)
             if restorer.mutable and not (is_argument and restorer.holds_arguments):
-                held = _with_stand_ins(value, restorer, held)
+                owner = "a module" if self._in_attributes else "an argument"
+                held = _with_stand_ins(value, restorer, held, owner)
             entries.append((value, restorer, held))
         if self._in_attributes and any(_are_left_alone(r.items(held)) for _, r, held in entries):
             return []
@@ -133,13 +134,13 @@ class Contents:
         return [part for _, restorer, held in entries for part in restorer.parts(held)]
 
 
-def _with_stand_ins(thing: Any, restorer: Restorer, held: Any) -> Any:
-    """The contents ``held``, with stand-ins for iterators."""
+def _with_stand_ins(thing: Any, restorer: Restorer, held: Any, owner: str) -> Any:
+    """The contents ``held``, with stand-ins for iterators. ``owner``: what ``thing`` is part of."""
     if not any(map(is_used_up, restorer.items(held))):
         return held
     stand_ins = {
         id(value): StandIn(
-            value, refusal_to_draw(f"{type(thing).__name__}{suffix} of an argument", value)
+            value, refusal_to_draw(f"{type(thing).__name__}{suffix} of {owner}", value)
         )
         for suffix, value in restorer.parts(held)
         if is_used_up(value)
