@@ -1,6 +1,9 @@
 """Tensors: plain or not, their storages, their hooks."""
 
+import warnings
+
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from recollect._torch.modes import below_python
@@ -9,6 +12,7 @@ from recollect._torch.tensors import (
     inner_tensors,
     is_plain_tensor,
     local_tensors,
+    memory_key,
     storage_key,
     tensor_hooks,
     unsupported_tensor,
@@ -88,3 +92,10 @@ def test_the_hooks_of_a_tensor_are_taken_away():
         assert calls == ["gradient", "after"]
         assert tensor_hooks(parameter) == before
         calls.clear()
+
+
+def test_the_address_of_fake_memory_is_not_read():
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of it
+        x, y = torch.ones(3), torch.nn.Parameter(torch.ones(3))
+        assert memory_key(x) == memory_key(x[1:]) != memory_key(y) == storage_key(y)

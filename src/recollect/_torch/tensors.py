@@ -317,7 +317,10 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 def memory_key(tensor: torch.Tensor) -> int | None:
     """As `storage_key`, but by memory address if there is one: storages of DLPack share memory."""
     try:
-        return key_of_storage(local_tensor(tensor).untyped_storage())
+        storage = local_tensor(tensor).untyped_storage()
+        # Fake memory has no address, and torch warns when one is read.
+        is_fake = type(tensor) is not torch.Tensor and storage.device.type == "meta"
+        return int(storage._cdata) if is_fake else key_of_storage(storage)
     except (RuntimeError, NotImplementedError):
         return None
 
