@@ -96,6 +96,20 @@ def test_the_loop_is_planned_and_nothing_else_changes(
     assert compiled.peak() == plain
 
 
+def test_a_model_that_is_moved_after_it_was_fitted_is_measured_where_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    compiled = Compiled("decoder", as_it_is)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(loop, "device_of", lambda _: torch.device("cuda", 0))
+        recollect.fit(compiled.model, budget=0.8)
+    train(compiled)
+    plan = fit_of(compiled).plan
+    assert plan is not None
+    state = sum(parameter.nbytes for parameter in compiled.bare.parameters())
+    assert loop_peak(compiled) + state == plan.measured_peak
+
+
 @pytest.mark.parametrize("how", [as_it_is, in_place, in_blocks])
 def test_a_fitted_model_that_is_compiled_afterwards(how: Callable[[nn.Module], nn.Module]):
     compiled = Compiled("decoder", as_is)

@@ -108,10 +108,10 @@ class LazyFit(Installed):
     ) -> None:
         super().__init__(model)
         self._budget, self._progress = budget, progress
-        self._model, self._device = ref(model), device_of(model)
+        self._model = ref(model)
         self._offloads = can_offload(self.sites, offload) and offload is True
         if self._offloads and not torch.cuda.is_available():
-            check_can_offload(self._device, is_shared=False)
+            check_can_offload(device_of(model), is_shared=False)
         #: Called when the model runs as it did before.
         self.on_end: Callable[[nn.Module], None] | None = None
         self._warnings = WarnOnce()
@@ -161,7 +161,7 @@ class LazyFit(Installed):
         """Decides for graphs before there is a plan."""
 
         def decide(key: str, joint: Joint) -> Collection[str]:
-            part = make_part(key, joint, NodeCosts(self._device), fused=compiler.is_fused)
+            part = make_part(key, joint, NodeCosts(self._steps.device), fused=compiler.is_fused)
             merged = merge_alone(part)
             solver = Solver(merged.graph, rough=True)
             found = [each.schedule for each in (solver.least_solution(), *solver.frontier())]
@@ -277,9 +277,9 @@ class LazyFit(Installed):
     def _make_plan(self, model: nn.Module, timeline: Timeline) -> None:
         assert self._state is not None
         base = self._steps.updates.base_bytes(model, self._steps.gradients)
-        costs = NodeCosts(self._device)
+        costs = NodeCosts(self._steps.device)
         self._progress("planning the step of the loop", 0.0)
-        link = measured_link(self._device) if self._offloads else None
+        link = measured_link(self._steps.device) if self._offloads else None
         merged = merged_calls(self._calls, self.sites, timeline, base, costs)
         observed = observed_loop(self._calls, self.sites, merged, link, self._forwards)
         peak = base + timeline.peak

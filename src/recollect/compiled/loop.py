@@ -121,6 +121,7 @@ class LoopSteps:
         self._waiting.clear()
         model = self._model()
         if model is not None:
+            self.device = device_of(model)  # to which it may have been moved since
             self.gradients = max(self.gradients, bytes_of_gradients(model))
         is_wanted = self._on_begin()
         self.count += 1
