@@ -24,7 +24,7 @@ from recollect.rerun.selective.labels import Labels
 from recollect.state.rng import RngState
 from recollect.state.tensors import same_values
 from recollect.store.offload_batch import OffloadBatch, OffloadedTensor
-from recollect.store.spans import copy_of
+from recollect.store.spans import laid_out
 
 
 def map_only(kinds: Any, function: Callable[[Any], Any], results: Any) -> Any:
@@ -66,7 +66,9 @@ class Kept:
 
     def before_write(self) -> None:
         """Copy the tensor: its memory is about to be changed in place."""
-        self.val = copy_of(self.val)
+        # With its strides, which ``clone`` does not always keep. `explain` sees what it allocates.
+        val = self.val
+        self.val = laid_out(val, val.stride(), 0) if is_plain_tensor(val) else val.clone()
         self.version = version_of(self.val)
 
     def get(self) -> torch.Tensor:
