@@ -27,7 +27,7 @@ is_launched_by_host = host_costs.is_launched_by_host
 #: Seconds of a small op beside which no op here takes long.
 SLOW = 1e-2
 #: What the engine costs for each saved tensor, in small ops.
-HELD = 40
+SAVED = 40
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_costs, "is_launched_by_host", lambda _: True)
     monkeypatch.setattr(host_costs, "small_op_seconds", lambda _: SLOW)
     # Blocks as small as those here are faster op by op, and modules are what is tested.
-    monkeypatch.setattr(host_costs, "_HELD", HELD)
+    monkeypatch.setattr(host_costs, "_SAVED", SAVED)
     monkeypatch.setattr(host_costs, "_REGION", 0)
 
 
@@ -95,7 +95,7 @@ def test_the_prediction_counts_what_the_host_needs() -> None:
     assert plan.predicted_time == pytest.approx(
         host + sum(costs[each] for each in plan.schedule.modules)
     )
-    assert plan.graph.engine_cost == pytest.approx(HELD * SLOW * len(plan.graph.saved))
+    assert plan.graph.engine_cost == pytest.approx(SAVED * SLOW * len(plan.graph.saved))
 
 
 @pytest.mark.parametrize("slow", [SLOW, 1e-12])
@@ -246,7 +246,7 @@ def test_hooks_of_all_modules_run_once() -> None:
 
 def test_the_loop_finds_out_which_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predicted to be about as fast, and measured to be slower than single ops."""
-    monkeypatch.setattr(host_costs, "_HELD", 2)
+    monkeypatch.setattr(host_costs, "_SAVED", 2)
     monkeypatch.setattr(host_costs, "_RERUN", 1)
     monkeypatch.setattr(host_costs, "_IN_REGION", 6)
     loop = Loop(Torch(), "70%")

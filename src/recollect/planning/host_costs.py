@@ -27,10 +27,10 @@ from recollect.planning.solving.modules import find_units, paths_around
 #: step; what replay adds for each saved tensor, for each op that it runs again, and for each tensor
 #: that it offloads; for each module that is checkpointed as a whole, and for each op in it. Found
 #: on an H200 with Llama and GPT-2 of transformers and an MLP, at sizes for which the device waits.
-_EVENT, _HELD, _RERUN, _OFFLOADED, _REGION, _IN_REGION = 2.7, 4.5, 0.3, 10, 45, 5.5
+_EVENT, _SAVED, _RERUN, _OFFLOADED, _REGION, _IN_REGION = 2.7, 4.5, 0.3, 10, 45, 5.5
 #: The same on the CPU, where ops were timed on the host: what comes between two events, and what
 #: replay adds to each saved tensor. Measured with Llama, GPT-2, decoders, MLPs and convolutions.
-_BETWEEN, _SAVED = 3, 17
+_BETWEEN, _SAVED_ON_CPU = 3, 17
 #: The engine is not priced if it adds less than this fraction of the step.
 _LITTLE = 0.03
 #: How many small ops are timed at once, and how often.
@@ -43,12 +43,12 @@ def with_host_costs(profile: Profile, model: nn.Module) -> Profile:
     small = small_op_seconds(device)
     if not is_launched_by_host(device):
         graph = profile.timed(profile.seconds + _BETWEEN * small * len(graph.events))
-        graph = replace(graph, engine_cost=_SAVED * small * len(graph.saved))
+        graph = replace(graph, engine_cost=_SAVED_ON_CPU * small * len(graph.saved))
         # No modules: the simulator knows to the byte only what the replay engine holds.
         return replace(profile, graph=graph, seconds=graph.plain_seconds)
     host = _EVENT * small * len(graph.events)
     plain = max(profile.seconds, host)
-    engine = host + _HELD * small * len(graph.saved) - plain
+    engine = host + _SAVED * small * len(graph.saved) - plain
     if engine <= _LITTLE * plain:
         return profile
     graph = replace(
