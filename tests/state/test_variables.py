@@ -360,6 +360,8 @@ _USES: dict[str, Callable[[Tensor], Any]] = {
     "to": lambda state: torch.ones(state.shape).double().to(state),
     "type_as": lambda state: torch.ones(state.shape).double().type_as(state),
     "zeros_like": torch.zeros_like,
+    "rand_like": torch.rand_like,
+    "randint_like": lambda state: torch.randint_like(state, 1, 4),
     "new_ones": lambda state: state.new_ones(1),
 }
 
